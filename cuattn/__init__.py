@@ -1,0 +1,42 @@
+"""Exact attention, forward and backward, for CuPy and NumPy arrays.
+
+Importing this package touches no GPU and needs no CuPy.
+"""
+
+from cuattn.attention import (
+    Gradients,
+    Residuals,
+    attention,
+    attention_backward,
+    attention_forward,
+    attention_vjp,
+)
+from cuattn.errors import (
+    ArgumentError,
+    CompileError,
+    CuattnError,
+    DTypeError,
+    UnsupportedError,
+)
+from cuattn.explain import explain
+from cuattn.states import merge_states, merge_states_vjp
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "CuattnError",
+    "DTypeError",
+    "Gradients",
+    "Residuals",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "attention_vjp",
+    "explain",
+    "merge_states",
+    "merge_states_vjp",
+]

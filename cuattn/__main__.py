@@ -1,0 +1,166 @@
+"""``python -m cuattn``: what is this machine, does it compute right here, compile ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+import cuattn
+from cuattn import execute
+from cuattn._typing import ACCUMULATOR
+from cuattn.abi.structs import DType
+from cuattn.check import check, cuda_or_why
+from cuattn.errors import CuattnError
+from cuattn.jit.cache import default_directory
+from cuattn.jit.compile import nvrtc_version, supported_archs
+from cuattn.planning.device import Device, known_device
+from cuattn.planning.families import every_spec
+from cuattn.planning.plan import KernelSpec
+from cuattn.precompile import build, default_specs
+
+VARIABLES = ("CUATTN_CACHE_DIR", "CUATTN_DEBUG")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code, 0 where all is well."""
+    parser = argparse.ArgumentParser(
+        prog="cuattn", description="Exact attention: this machine, a check, the kernel cache."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("info", help="say what is installed and which engine runs")
+    checking = commands.add_parser("check", help="compare small problems with the dense formula")
+    checking.add_argument("--engine", choices=("numpy", "cuda"), help="CUDA if there is a device")
+    compiling = commands.add_parser("compile", help="fill the kernel cache; needs no GPU")
+    compiling.add_argument(
+        "--arch",
+        nargs="+",
+        metavar="TARGET",
+        default=[],
+        help='such as "sm_90a"; the devices of this machine by default',
+    )
+    compiling.add_argument(
+        "--dtype", nargs="+", choices=tuple(ACCUMULATOR), default=list(ACCUMULATOR)
+    )
+    compiling.add_argument(
+        "--all",
+        action="store_true",
+        help="also the kernels of out_dtype and of single gradients (wrt)",
+    )
+    compiling.add_argument("--jobs", type=int, help="kernels at a time; one a core by default")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "info":
+            return info()
+        if arguments.command == "check":
+            return 1 if check(arguments.engine) else 0
+        return compile_kernels(arguments)
+    except CuattnError as error:
+        print(f"cuattn: {error}", file=sys.stderr)
+        return 1
+
+
+def info() -> int:
+    """Print what is here and what is missing; never fails."""
+    for label, text in _facts():
+        print(f"{label:17} {text}")
+    return 0
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "cuattn", f"{cuattn.__version__} in {Path(cuattn.__file__).parent}"
+    yield "Python", platform.python_version()
+    yield "NumPy", np.__version__
+    try:
+        import cupy
+
+        yield "CuPy", cupy.__version__
+    except ImportError as error:
+        yield "CuPy", f'missing ({error}); pip install "cuattn[cuda13]", or [cuda12]'
+    try:
+        version = ".".join(map(str, nvrtc_version()))
+        yield "NVRTC", f"{version}, compiles for {' '.join(supported_archs())}"
+    except CuattnError as error:
+        yield "NVRTC", f"missing: {error}"
+    trouble = cuda_or_why()
+    if trouble:
+        yield "devices", f"none: {trouble}"
+        yield "", "with a GPU in the machine, install its driver and a CuPy for that driver"
+        yield "engine", "NumPy arrays: the CPU engine; CuPy arrays: none"
+    else:
+        yield from _device_facts()
+        yield "engine", "NumPy arrays: the CPU engine; CuPy arrays: CUDA kernels"
+    yield "kernel cache", _cache_text(default_directory())
+    for name in VARIABLES:
+        yield name, os.environ.get(name, "not set")
+
+
+def _device_facts() -> Iterator[tuple[str, str]]:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    driver = runtime.driverGetVersion()
+    yield "driver", f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+    for device_id in range(runtime.getDeviceCount()):
+        properties = runtime.getDeviceProperties(device_id)
+        name, memory = properties["name"].decode(), properties["totalGlobalMem"] / 2**30
+        try:
+            device = execute.cuda_device(device_id)
+            text = f"{name}, {device.arch}, {device.num_sms} SMs, {memory:.1f} GiB"
+        except CuattnError as error:
+            text = f"{name}: {error}"
+        yield f"device {device_id}", text
+
+
+def _cache_text(directory: Path | None) -> str:
+    if directory is None:
+        return "in memory only: no home folder; set CUATTN_CACHE_DIR"
+    sizes = [cubin.stat().st_size for cubin in directory.glob("*/*/kernel.cubin")]
+    return f"{directory}: {len(sizes):,} kernels, {sum(sizes):,} bytes"
+
+
+def compile_kernels(arguments: argparse.Namespace) -> int:
+    """Fill the cache for targets, a line for each kernel."""
+    for device in _devices(arguments.arch):
+        wanted = {DType.of(name) for name in arguments.dtype}
+        found = every_spec(device) if arguments.all else default_specs(device)
+        specs = [spec for spec in found if dict(spec.config)["dtype"] in wanted]
+        _compile(device, specs, arguments.jobs)
+    return 0
+
+
+def _devices(archs: Sequence[str]) -> Iterator[Device]:
+    if archs:
+        yield from map(known_device, archs)
+        return
+    trouble = cuda_or_why()
+    if trouble:
+        raise cuattn.ArgumentError(f"{trouble}; name a target, for example --arch sm_90a")
+    import cupy
+
+    devices = map(execute.cuda_device, range(cupy.cuda.runtime.getDeviceCount()))
+    yield from {device.arch: device for device in devices}.values()
+
+
+def _compile(device: Device, specs: list[KernelSpec], jobs: int | None) -> None:
+    print(f"{device.arch}: {len(specs)} kernels")
+    print(f"{'kernel':48}{'registers':>10}{'spills':>8}{'seconds':>9}")
+    begin = time.perf_counter()
+    for each in build(specs, device.arch, jobs):
+        compiled = each.compiled
+        spills = compiled.spill_store_bytes + compiled.spill_load_bytes
+        print(
+            f"{each.spec.name:48}{compiled.registers:10}{spills:8}{each.seconds:9.2f}", flush=True
+        )
+    where = default_directory() or "memory"
+    print(f"{len(specs)} kernels in {where} after {time.perf_counter() - begin:.1f} s")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,334 @@
+"""What an array is: its place, dtype and axes, without looking at one element.
+
+The only file that knows NumPy and CuPy arrays apart. An array becomes an ``ArraySpec``, plain
+hashable data that validation reads, and a view in the canonical axes (batch, seqlen, heads, dim),
+which is all that engines see. CuPy is never imported here: who holds a CuPy array has imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import ml_dtypes  # noqa: F401  (gives NumPy the dtype name "bfloat16")
+import numpy as np
+
+from cuattn._typing import ACCUMULATOR, Array
+from cuattn.errors import ArgumentError, DTypeError, explain_argument
+
+T = TypeVar("T")
+
+#: The dtypes cuattn takes, native byte order only: another byte order is another key.
+DTYPE_NAMES = {np.dtype(name): name for name in ACCUMULATOR}
+
+#: Steps that the search for two overlapping elements may take before it counts as an overlap.
+OVERLAP_WORK = 100_000
+
+AXES = "bshd"
+LSE_AXES = "bhs"
+
+
+class ArraySpec(NamedTuple):
+    """An array without its elements. ``device`` is the CUDA ordinal, None for host memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: int | None = None
+    misaligned: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where the array is, in words."""
+        if self.device is None:
+            return "a NumPy array in host memory"
+        return f"a CuPy array on CUDA device {self.device}"
+
+
+#: ``ArraySpec`` from a tuple of all its fields; the class itself takes twice as long.
+_spec = functools.partial(tuple.__new__, ArraySpec)
+
+
+def spec_of(name: str, array: object) -> ArraySpec:
+    """Describe an argument, or refuse what is no NumPy or CuPy array with DTypeError."""
+    if type(array) is np.ndarray:
+        return _spec((array.shape, array.strides, array.dtype, None, 0))
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        memory = array.data
+        misaligned = memory.ptr % array.itemsize
+        return _spec((array.shape, array.strides, array.dtype, memory.device_id, misaligned))
+    if isinstance(array, np.ndarray) and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
+        return _spec((array.shape, array.strides, array.dtype, None, 0))
+    raise DTypeError(explain_argument(name, *_why_no_array(name, array)))
+
+
+def _why_no_array(name: str, array: object) -> tuple[str, str, str]:
+    """The (got, expected, remedy) of something that is not an array we take."""
+    kind = type(array)
+    got, expected = f"{kind.__module__}.{kind.__qualname__}", "a NumPy or CuPy array"
+    if isinstance(array, np.ma.MaskedArray):
+        return got, f"{expected} without a mask", f"pass {name}.filled(...) if that is meant"
+    if isinstance(array, np.matrix):
+        return got, expected, f"pass numpy.asarray({name})"
+    if any("Tracer" in base.__name__ for base in kind.__mro__):
+        return got, f"{expected} with values", "call cuattn outside of the traced function"
+    if getattr(array, "requires_grad", False) is True:
+        return (
+            got,
+            expected,
+            f"pass {name}.detach() over DLPack and use attention_vjp for gradients",
+        )
+    if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
+        return got, expected, f"convert with numpy.from_dlpack({name}) or cupy.from_dlpack({name})"
+    return got, expected, f"convert with numpy.asarray({name}) or cupy.asarray({name})"
+
+
+def check_dtype(name: str, spec: ArraySpec) -> str:
+    """The dtype's name, or DTypeError for one that cuattn does not compute in."""
+    known = DTYPE_NAMES.get(spec.dtype)
+    if known is not None:
+        return known
+    expected = f"dtype {listed(ACCUMULATOR)}"
+    if spec.dtype.newbyteorder("=") in DTYPE_NAMES:
+        expected = "native byte order"
+        remedy = f"convert with {name}.astype({name}.dtype.newbyteorder('='))"
+    elif spec.dtype.kind == "c":
+        remedy = "attention of complex numbers has no softmax; pass real arrays"
+    else:
+        remedy = f"convert with {name}.astype('float32')"
+    raise DTypeError(explain_argument(name, f"dtype {spec.dtype}", expected, remedy))
+
+
+def parse_dtype(name: str, asked: Any, default: str, allowed: Iterable[str]) -> str:
+    """The name of a dtype given as name, type or numpy.dtype; None is the default."""
+    if asked is None:
+        return default
+    try:
+        known = DTYPE_NAMES.get(np.dtype(asked))
+    except TypeError:
+        known = None
+    allowed = [each for each in ACCUMULATOR if each in allowed]
+    if known in allowed:
+        return str(known)
+    expected = f"None or {listed(map(repr, allowed))}"
+    remedy = "leave it out, and convert the result with astype"
+    raise DTypeError(explain_argument(name, repr(asked), expected, remedy))
+
+
+def check_like(
+    name: str, spec: ArraySpec, shape: tuple[int, ...], dtype: np.dtype[Any], like: str, hint: str
+) -> None:
+    """Exactly this shape and dtype."""
+    if spec.shape != shape:
+        expected = f"shape {shape}{like}"
+        raise ArgumentError(explain_argument(name, f"shape {spec.shape}", expected, hint))
+    if spec.dtype != dtype:
+        got, expected = f"dtype {spec.dtype}", f"dtype {dtype}{like}"
+        remedy = f"convert with {name}.astype({str(dtype)!r})"
+        raise DTypeError(explain_argument(name, got, expected, remedy))
+
+
+def check_together(name: str, spec: ArraySpec, like_name: str, like: ArraySpec) -> None:
+    """One place and, on a GPU, addresses that a load of one element can use."""
+    if (spec.device is None) != (like.device is None):
+        raise DTypeError(
+            explain_argument(
+                name,
+                spec.place,
+                f"{like.place} like {like_name}",
+                "copy one with cupy.asarray or cupy.asnumpy: cuattn never moves data by itself",
+            )
+        )
+    if spec.device != like.device:
+        raise ArgumentError(
+            explain_argument(
+                name,
+                spec.place,
+                f"device {like.device} like {like_name}",
+                f"copy it there: with cupy.cuda.Device({like.device}): {name}.copy()",
+            )
+        )
+    if spec.device is not None and not is_aligned(spec):
+        raise ArgumentError(
+            explain_argument(
+                name,
+                f"strides {spec.strides} bytes, first element {spec.misaligned} bytes past "
+                "its alignment",
+                f"an address and strides that are multiples of the itemsize {spec.dtype.itemsize}",
+                f"pass {name}.copy()",
+            )
+        )
+
+
+def is_aligned(spec: ArraySpec) -> bool:
+    """Whether every element lies at a multiple of the itemsize."""
+    moved = (s for n, s in zip(spec.shape, spec.strides, strict=True) if n > 1)
+    return not spec.misaligned and all(s % spec.dtype.itemsize == 0 for s in moved)
+
+
+def listed(names: Iterable[str]) -> str:
+    """``a, b or c``, for messages."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def plain(array: Array) -> Array:
+    """The array without what a NumPy subclass may change of its indexing and arithmetic."""
+    if type(array) is not np.ndarray and isinstance(array, np.ndarray):
+        return np.asarray(array)
+    return array
+
+
+class Layout:
+    """Which axes an array has, and in what order, as letters out of "bshd".
+
+    Attributes
+    ----------
+    letters : str
+        Batch, sequence, heads, dim; for example "bhsd", or "sd" for one head of one sequence.
+    """
+
+    def __init__(self, letters: str) -> None:
+        self.letters = letters
+        self.lse_letters = "".join(axis for axis in LSE_AXES if axis in letters)
+        self._order = tuple(letters.index(axis) for axis in AXES if axis in letters)
+        self._insert = tuple(slice(None) if axis in letters else None for axis in AXES)
+        self._lse_insert = tuple(slice(None) if axis in letters else None for axis in LSE_AXES)
+        self._rows = tuple(self.lse_letters.index(axis) for axis in letters if axis != "d")
+        self._lse_rows = tuple(letters.index(axis) for axis in self.lse_letters)
+
+    def __repr__(self) -> str:
+        return f"Layout({self.letters!r})"
+
+    def canonical(self, values: Sequence[T], missing: T) -> tuple[T, ...]:
+        """One value per axis, from the array's order to (batch, seqlen, heads, dim)."""
+        at = dict(zip(self.letters, values, strict=True))
+        return tuple(at.get(axis, missing) for axis in AXES)
+
+    def own(self, values: Sequence[T]) -> tuple[T, ...]:
+        """One value per axis, from (batch, seqlen, heads, dim) to the array's order."""
+        return tuple(values[AXES.index(axis)] for axis in self.letters)
+
+    def own_lse(self, values: Sequence[T]) -> tuple[T, ...]:
+        """One value per axis, from (batch, heads, seqlen) to the axes that lse has."""
+        return tuple(values[LSE_AXES.index(axis)] for axis in self.lse_letters)
+
+    def canonical_lse(self, values: Sequence[T], missing: T) -> tuple[T, ...]:
+        """One value per axis, from lse's axes to (batch, heads, seqlen)."""
+        at = dict(zip(self.lse_letters, values, strict=True))
+        return tuple(at.get(axis, missing) for axis in LSE_AXES)
+
+    def view(self, array: Array) -> Array:
+        """The same memory in the axes (batch, seqlen, heads, dim)."""
+        array = plain(array)
+        return array if self.letters == AXES else array.transpose(self._order)[self._insert]
+
+    def lse_view(self, array: Array) -> Array:
+        """The same memory in the axes (batch, heads, seqlen)."""
+        array = plain(array)
+        return array if len(self.lse_letters) == len(LSE_AXES) else array[self._lse_insert]
+
+    def per_row(self, lse: Array) -> Array:
+        """A view of lse, or of anything shaped like it, that broadcasts against out."""
+        return lse.transpose(self._rows)[..., None]
+
+    def as_lse(self, per_row: Array) -> Array:
+        """A view in lse's axes of one value per row, shaped like out less its last axis."""
+        return per_row.transpose(self._lse_rows)
+
+
+LAYOUTS = {letters: Layout(letters) for letters in ("bshd", "bhsd", "shd", "hsd", "bsd", "sd")}
+
+
+def layout_for(layout: object, name: str, ndim: int) -> Layout:
+    """The layout of an array of that many axes, or an error that lists those there are."""
+    known = LAYOUTS.get(layout) if isinstance(layout, str) else None
+    if known is None:
+        error = ArgumentError if isinstance(layout, str) else DTypeError
+        expected = f"one of {', '.join(LAYOUTS)}"
+        remedy = "name the axes of q, k and v: b batch, s sequence, h heads, d dim"
+        raise error(explain_argument("layout", repr(layout), expected, remedy))
+    if len(known.letters) == ndim:
+        return known
+    fitting = [repr(letters) for letters in LAYOUTS if len(letters) == ndim]
+    remedy = f"pass layout={listed(fitting)}" if fitting else "reshape to 2, 3 or 4 axes"
+    expected = f"{len(known.letters)} axes for layout={layout!r}"
+    raise ArgumentError(explain_argument(name, f"{ndim} axes", expected, remedy))
+
+
+def empty(device: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """New C-contiguous memory: NumPy's on the host, CuPy's pool on the current device."""
+    return np.empty(shape, dtype) if device is None else sys.modules["cupy"].empty(shape, dtype)
+
+
+_STAY = contextlib.nullcontext()
+
+
+def on_device(device: int | None) -> contextlib.AbstractContextManager[Any]:
+    """Make the arrays' device the current one, and restore the caller's afterwards."""
+    if device is None:
+        return _STAY
+    cuda = sys.modules["cupy"].cuda
+    guard: contextlib.AbstractContextManager[Any] = cuda.Device(device)
+    return _STAY if cuda.runtime.getDevice() == device else guard
+
+
+class _Extent:
+    """A memory range that NumPy may reason about and must not read."""
+
+    def __init__(self, spec: ArraySpec, address: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{spec.dtype.itemsize}",
+            "shape": spec.shape,
+            "strides": spec.strides,
+            "data": (address, True),
+        }
+
+
+def _extent(spec: ArraySpec, address: int) -> np.ndarray[Any, Any]:
+    """Stand in for an array at an address, for overlap arithmetic only (device memory too)."""
+    return np.asarray(_Extent(spec, address))
+
+
+def _shares(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Exact, unless the answer takes too long: then True."""
+    try:
+        # The stubs know only the two named bounds.
+        return np.shares_memory(a, b, max_work=OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(spec: ArraySpec) -> bool:
+    """Whether two elements of one array share memory.
+
+    Two elements that share memory differ along some axis; shift both so that the first has index 0
+    there. So it is enough to ask, axis by axis, whether slice 0 meets any later slice.
+    """
+    array = _extent(spec, 1 << 62)  # far from both ends: strides may lead either way
+    along = (np.moveaxis(array, axis, 0) for axis in range(array.ndim))
+    return any(_shares(moved[:1], moved[1:]) for moved in along if len(moved) > 1)
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays of one place have a byte in common (interleaved views do not)."""
+    if isinstance(a, np.ndarray):
+        return _shares(a, b)
+    pair = (_extent(spec_of("", array), array.data.ptr) for array in (a, b))
+    return _shares(*pair)
+
+
+def check_destination(name: str, array: Array, inputs: dict[str, Array]) -> None:
+    """What depends on flags and addresses, and so is asked at every call."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        got, expected = "a read-only array", "an array that may be written"
+        raise ArgumentError(explain_argument(name, got, expected, "pass a copy or drop it"))
+    for other, read in inputs.items():
+        if share_memory(array, read):
+            got, expected = f"memory that {other} reads", "memory of its own"
+            raise ArgumentError(explain_argument(name, got, expected, "pass a new empty array"))

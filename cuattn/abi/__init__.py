@@ -1,0 +1,1 @@
+"""The one definition of every struct and enum that Python and CUDA share."""

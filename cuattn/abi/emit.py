@@ -1,0 +1,61 @@
+"""The shared declarations as C++ text: ``kernels_cu/base/abi.cuh``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cuattn.abi.structs import ENUMS, STRUCTS
+from cuattn.abi.types import Enum, Struct
+
+_HEAD = """\
+// What Python and CUDA share. Layer: base.
+//
+// GENERATED from cuattn/abi/structs.py by `python -m cuattn.abi --write`; edit that file instead.
+// The asserts at the end compare every offset and size with the NumPy dtype that Python fills, so
+// the two sides cannot drift: a difference does not compile.
+#pragma once
+
+#include "base/prelude.cuh"
+
+namespace cuattn {
+"""
+
+
+def header(enums: Iterable[Enum] = ENUMS, structs: Iterable[Struct] = STRUCTS) -> str:
+    """The complete header for these declarations, in the order given."""
+    structs = tuple(structs)
+    lines = [_HEAD]
+    for enum in enums:
+        lines += [*_enum(enum), ""]
+    for struct in structs:
+        lines += [*_struct(struct), ""]
+    lines.append("// The layout as NumPy sees it.")
+    for struct in structs:
+        lines += _asserts(struct)
+    lines += ["", "}  // namespace cuattn", ""]
+    return "\n".join(lines)
+
+
+def _enum(enum: Enum) -> Iterator[str]:
+    summary = (enum.type.__doc__ or "").splitlines()[0]
+    yield f"// {summary}"
+    members = ", ".join(f"{enum.member(member)} = {member.value}" for member in enum.type)
+    keyword = "enum" if enum.is_flags else "enum class"
+    yield f"{keyword} {enum.name} : i32 {{ {members} }};"
+
+
+def _struct(struct: Struct) -> Iterator[str]:
+    yield f"// {struct.doc}"
+    yield f"struct {struct.name} {{"
+    members = [f"  {field.type.declare(field.name)};" for field in struct.fields]
+    width = max(map(len, members))
+    for member, field in zip(members, struct.fields, strict=True):
+        yield f"{member.ljust(width)}  // {field.doc}" if field.doc else member
+    yield "};"
+
+
+def _asserts(struct: Struct) -> Iterator[str]:
+    yield f"static_assert(sizeof({struct.name}) == {struct.dtype.itemsize});"
+    yield f"static_assert(alignof({struct.name}) == {struct.alignment});"
+    for field, offset in zip(struct.fields, struct.offsets, strict=True):
+        yield f"static_assert(CUATTN_OFFSETOF({struct.name}, {field.name}) == {offset});"

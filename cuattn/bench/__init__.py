@@ -1,0 +1,1 @@
+"""How fast, measured: workloads, the one timer, baselines."""

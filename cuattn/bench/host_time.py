@@ -1,0 +1,102 @@
+"""Host time of a repeated call: ``python -m cuattn.bench.host_time [--json PATH]``.
+
+Microseconds a call, of a small problem and without waiting for the device inside a burst. The
+parts come from leaving work out: without the engine (nothing is launched), and the allocations
+alone; what is left of the first is the launch, of the second cuattn's own Python. Where there is no
+device, NumPy arrays without an engine show the Python part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cuattn
+from cuattn import execute
+from cuattn._arrays import empty
+from cuattn.bench.report import parser, write
+from cuattn.bench.timing import medians
+from cuattn.bench.workloads import normal
+from cuattn.check import cuda_or_why
+
+SHAPE, DTYPE = (1, 64, 4, 64), "float32"
+#: Calls of a burst: fewer than a stream takes before its host waits.
+CALLS, REPEATS = 100, 15
+
+
+def _microseconds(xp: Any, function: Callable[[], object]) -> float:
+    """Per call; the device catches up between bursts."""
+    catch_up = (lambda: None) if xp is np else xp.cuda.Device().synchronize
+    (seconds,) = medians(function, calls=CALLS, repeats=REPEATS, between=catch_up)
+    return 1e6 * seconds
+
+
+def measure(xp: Any) -> list[dict[str, Any]]:
+    """One row for the forward, one for forward and backward."""
+    q, k, v, dout = normal(xp, 4, SHAPE, DTYPE)
+    device = None if xp is np else q.device.id
+    out, res = cuattn.attention_forward(q, k, v)
+
+    def forward() -> None:
+        cuattn.attention(q, k, v)
+
+    def both() -> None:
+        _, its = cuattn.attention_forward(q, k, v)
+        cuattn.attention_backward(its, dout)
+
+    def allocate(arrays: tuple[Any, ...]) -> None:
+        for array in arrays:
+            empty(device, array.shape, array.dtype)
+
+    rows = []
+    for name, call, arrays in (
+        ("forward", forward, (out, res.lse)),
+        ("forward+backward", both, (out, res.lse, q, k, v)),
+    ):
+        with no_engine():
+            without = _microseconds(xp, call)
+        allocation = _microseconds(xp, partial(allocate, arrays))
+        row: dict[str, Any] = {"pass": name, "allocation": allocation, "own": without - allocation}
+        if xp is not np:
+            row["total"] = _microseconds(xp, call)
+            row["launch"] = row["total"] - without
+        rows.append(row)
+    return rows
+
+
+@contextlib.contextmanager
+def no_engine() -> Iterator[None]:
+    """Everything but the engine: calls are checked, outputs allocated and left as they are."""
+
+    def nothing(*_arrays: object, **_gradients: object) -> None:
+        pass
+
+    with (
+        mock.patch.object(execute, "forward", nothing),
+        mock.patch.object(execute, "backward", nothing),
+    ):
+        yield
+
+
+def main() -> int:
+    """Print the parts of both rows."""
+    arguments = parser(__doc__).parse_args()
+    trouble = cuda_or_why()
+    if trouble:
+        print(f"NumPy arrays, no engine: {trouble}")
+    rows = measure(np if trouble else import_module("cupy"))
+    for row in rows:
+        parts = ", ".join(f"{part} {row[part]:.1f}" for part in row if part != "pass")
+        print(f"{row['pass']:17} us a call: {parts}")
+    write(arguments.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,251 @@
+"""How the CPU engine cuts up its work: heads in batches, products in pieces, both over cores.
+
+Small heads are batched until one tile of the batch is worth a NumPy call. Every product is cut into
+pieces below the size at which OpenBLAS starts its own threads: two threads that call a threaded
+BLAS wait for each other (measured on 2 cores: 2 to 4 times slower than one thread each), and the
+exponentials, which BLAS does not do, need the cores as much as the products do.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuattn.planning.problem import AttentionProblem, Band
+from cuattn.planning.schedule import RangeSchedule
+
+Array = NDArray[Any]
+T = TypeVar("T")
+#: Runs a function over items and gives the results in their order: ``map`` or a pool's.
+Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+#: Largest tile, queries by keys: NumPy calls are dear below this, caches small above.
+BLOCK_M, BLOCK_N = 256, 480
+#: What batches in flight may hold beyond inputs and outputs, when there is a choice.
+WORKING_BYTES = 40 << 20
+#: OpenBLAS multiplies on one thread below twice 2^18 multiplications (its interface/gemm.c).
+PIECE_MULTIPLICATIONS = 2**19 - 1
+#: With fewer batches than this, the tiles inside each batch are spread over the cores instead. It
+#: does not depend on the number of cores, so that the order of every sum does not.
+ENOUGH_BATCHES = 8
+#: Below this much work (multiplications), starting threads costs more than it saves.
+THREADED_WORK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A batch of (batch, key head) pairs that walk the schedule together."""
+
+    batch_idx: NDArray[np.intp]
+    kv_head_idx: NDArray[np.intp]
+    group_size: int
+
+    def __len__(self) -> int:
+        return len(self.batch_idx)
+
+    def _head_idx(self, group_idx: int | None) -> NDArray[np.intp]:
+        """Of the query heads with this place in their group, or (None) of the key heads."""
+        if group_idx is None:
+            return self.kv_head_idx
+        return self.kv_head_idx * self.group_size + group_idx
+
+    def load(self, a: Array, rows: slice, dtype: str, group_idx: int | None = None) -> Array:
+        """Rows of every head of the batch, shape (heads, rows, dim), contiguous in ``dtype``."""
+        return a[self.batch_idx, rows, self._head_idx(group_idx)].astype(dtype, "C", copy=False)
+
+    def load_with_column(
+        self, a: Array, rows: slice, dtype: str, group_idx: int | None = None
+    ) -> Array:
+        """As ``load``, with a last column of ones: shape (heads, rows, dim + 1)."""
+        values = a[self.batch_idx, rows, self._head_idx(group_idx)]
+        widened = np.empty((*values.shape[:2], values.shape[2] + 1), dtype)
+        widened[..., :-1] = values
+        widened[..., -1] = 1
+        return widened
+
+    def store(self, a: Array, rows: slice, value: Array, group_idx: int | None = None) -> None:
+        """The opposite of ``load``; rounds once."""
+        a[self.batch_idx, rows, self._head_idx(group_idx)] = value
+
+    def load_rows(self, a: Array, rows: slice, dtype: str, group_idx: int) -> Array:
+        """Of an array (batch, heads_q, seqlen_q) such as lse: shape (heads, rows, 1)."""
+        return a[self.batch_idx, self._head_idx(group_idx), rows, None].astype(dtype, copy=False)
+
+    def store_rows(self, a: Array, rows: slice, value: Array, group_idx: int) -> None:
+        """The opposite of ``load_rows``."""
+        a[self.batch_idx, self._head_idx(group_idx), rows] = value[..., 0]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The rectangle of rows that see a key and keys that are seen, and its own schedule.
+
+    Outside of it nothing is ever read: an empty row cannot spoil anything, whatever its bits.
+    """
+
+    rows: slice
+    keys: slice
+    schedule: RangeSchedule
+
+    @staticmethod
+    def of(problem: AttentionProblem) -> Visible:
+        """Rows and keys of a band are intervals; inside them positions count from their begin."""
+        band, seqlen_q, seqlen_k = problem.band, problem.seqlen_q, problem.seqlen_k
+        row_begin = max(0, -band.upper)
+        row_end = max(row_begin, min(seqlen_q, seqlen_k - band.lower))
+        key_begin = max(0, row_begin + band.lower)
+        key_end = max(key_begin, min(seqlen_k, row_end + band.upper))
+        shift = row_begin - key_begin
+        num_rows, num_keys = row_end - row_begin, key_end - key_begin
+        schedule = RangeSchedule(
+            num_rows,
+            num_keys,
+            Band(band.lower + shift, band.upper + shift),
+            max(1, min(BLOCK_M, num_rows)),
+            max(1, min(BLOCK_N, num_keys)),
+        )
+        return Visible(slice(row_begin, row_end), slice(key_begin, key_end), schedule)
+
+    @property
+    def empty(self) -> bool:
+        return self.schedule.seqlen_q == 0 or self.schedule.seqlen_k == 0
+
+    def row_slice(self, m_block: int) -> slice:
+        """Rows of a query tile, in the whole array."""
+        begin, end = self.schedule.rows(m_block)
+        return slice(self.rows.start + begin, self.rows.start + end)
+
+    def key_slice(self, m_block: int, n_block: int) -> slice:
+        """Keys of a key tile that some row of the query tile sees, from the first visible key."""
+        tile_begin, tile_end = self.schedule.keys(n_block)
+        begin, end = self.schedule.key_range(m_block)
+        return slice(max(begin, tile_begin), min(end, tile_end))
+
+    def hidden(self, m_block: int, keys: slice) -> NDArray[np.bool_]:
+        """Where the element rule hides one of these keys from a row of the query tile."""
+        rows = np.arange(*self.schedule.rows(m_block))[:, None]
+        key = np.arange(keys.start, keys.stop)
+        band = self.schedule.band
+        return (key < rows + band.lower) | (key > rows + band.upper)
+
+
+def split(problem: AttentionProblem, visible: Visible) -> tuple[list[Heads], int]:
+    """The batches of heads, and the bytes that one of them keeps while it is at work."""
+    schedule = visible.schedule
+    dims = problem.head_dim + problem.head_dim_v
+    itemsize = np.dtype(problem.accumulator).itemsize
+    # Forward: K, V. Backward: Q, dO, out or dQ, and K, V, dK, dV.
+    rows_held = schedule.seqlen_k
+    if problem.op == "backward":
+        rows_held = 2 * (schedule.seqlen_q + schedule.seqlen_k)
+    per_head = max(1, rows_held * dims * itemsize)
+    size = min(
+        BLOCK_M * BLOCK_N // (schedule.block_m * schedule.block_n),
+        WORKING_BYTES // (8 * per_head),
+    )
+    size = max(1, size)
+    pairs = np.arange(problem.batch * problem.num_heads_kv)
+    batches = [
+        Heads(*np.divmod(pairs[begin : begin + size], problem.num_heads_kv), problem.group_size)
+        for begin in range(0, len(pairs), size)
+    ]
+    return batches, size * per_head
+
+
+def run(
+    problem: AttentionProblem,
+    visible: Visible,
+    work: Callable[[Heads, Mapper, int], None],
+) -> None:
+    """Call ``work(heads, mapper, num_parts)`` for every batch of heads, using the cores.
+
+    With many batches that fit memory together each is one task, and work runs in one part.
+    Otherwise they go one by one, each cut into num_parts parts that ``mapper`` spreads; a part may
+    hold a quarter of a batch (its own dQ). Which of the two depends on the problem alone.
+    """
+    batches, batch_bytes = split(problem, visible)
+    at_once = WORKING_BYTES // batch_bytes
+    many = len(batches) >= ENOUGH_BATCHES and at_once >= ENOUGH_BATCHES
+    num_parts = 1 if many else max(2, min(ENOUGH_BATCHES, 4 * at_once))
+    pairs = visible.schedule.num_tiles() * visible.schedule.block_m * visible.schedule.block_n
+    heads = problem.batch * problem.num_heads_q
+    multiplications = pairs * heads * (problem.head_dim + problem.head_dim_v)
+    workers = min(_num_cores(), at_once if many else num_parts)
+
+    def run_batch(mapper: Mapper, heads: Heads) -> None:
+        work(heads, mapper, num_parts)
+
+    if workers == 1 or multiplications < THREADED_WORK:
+        for heads_batch in batches:
+            run_batch(map, heads_batch)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        if many:
+            for _ in pool.map(lambda heads_batch: run_batch(map, heads_batch), batches):
+                pass
+        else:
+            for heads_batch in batches:
+                run_batch(pool.map, heads_batch)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def parts(items: Sequence[T], num_parts: int) -> Iterator[Sequence[T]]:
+    """Interleaved parts, none empty: neighbours cost alike, so the parts do."""
+    for part in range(min(num_parts, len(items))):
+        yield items[part::num_parts]
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """``a @ b`` (into ``out``) as a stack of pieces; all (heads, rows, columns)."""
+    heads, num_rows, num_terms = a.shape
+    num_columns = b.shape[2]
+    if out is None:
+        out = np.empty((heads, num_rows, num_columns), a.dtype)
+    if num_rows * num_terms * num_columns <= PIECE_MULTIPLICATIONS:
+        return np.matmul(a, b, out=out)
+    rows, terms, columns = _piece(num_rows, num_terms, num_columns)
+    whole = num_rows // rows * rows
+    # Axes: heads, row piece, column piece, term piece, and the piece itself in the last two.
+    a_pieces = a[:, :whole].reshape(heads, -1, 1, rows, num_terms // terms, terms).swapaxes(3, 4)
+    b_pieces = b.reshape(heads, 1, -1, terms, num_columns // columns, columns)
+    b_pieces = b_pieces.transpose(0, 1, 4, 2, 3, 5)
+    out_pieces = out[:, :whole].reshape(heads, -1, rows, num_columns // columns, columns)
+    out_pieces = out_pieces.swapaxes(2, 3)
+    if terms == num_terms:
+        np.matmul(a_pieces[:, :, :, 0], b_pieces[:, :, :, 0], out=out_pieces)
+    else:
+        np.matmul(a_pieces, b_pieces).sum(axis=3, out=out_pieces)
+    if whole < num_rows:
+        matmul(a[:, whole:], b, out[:, whole:])
+    return out
+
+
+@functools.cache
+def _piece(rows: int, terms: int, columns: int) -> tuple[int, int, int]:
+    """Halve the longest side until OpenBLAS takes one thread: near-cubes cost it least packing.
+
+    Terms are halved last, for their pieces have to be added up. Rows alone may leave a rest.
+    """
+    while rows * terms * columns > PIECE_MULTIPLICATIONS:
+        if terms % 2 == 0 and terms > 2 * max(rows, columns):
+            terms //= 2
+        elif rows % 2 == 0 and (rows >= columns or columns % 2):
+            rows //= 2
+        elif columns % 2 == 0:
+            columns //= 2
+        else:
+            return max(1, min(rows, PIECE_MULTIPLICATIONS // (terms * columns))), terms, columns
+    return rows, terms, columns

@@ -1,0 +1,288 @@
+"""The one tolerance rule: how far a result may be from the exact one, derived and never hand-set.
+
+Per (batch, head, block of at most 128 rows), with everything taken over the block:
+
+    max|x - ref| <= 2 * max|low - ref| + 4 * eps * max(sum of |terms|)
+
+ref   the dense formula in float64 (longdouble for float64 inputs)
+low   the dense formula as a good kernel rounds it: q k^T, softmax and every sum in the accumulator
+      dtype, sums over head dims in their order as a thread takes them (a library's many partial
+      sums are more exact than any kernel's), P and dS rounded to the inputs' dtype, the result
+      rounded once to its own dtype; its backward reads the same stored, rounded out as the one that is judged, so |low - ref|
+      splits into low's own part (twice) and the part that the stored out brings along (once)
+eps   of the accumulator dtype; twice that where sums are rounded towards zero, as tensor cores
+      round them: there the error of one addition is a whole unit in the last place, not half
+terms what the result is a sum of, in magnitude. out: |P| |v|. dv: |P|^T |dout|. dq, dk:
+      softmax_scale * |dS| |k|, |dS|^T |q|, where dS itself is a sum and |dS| stands for
+      P * (|dout| |v|^T + rowsum(|dout| |out|) + |dlse|). lse = m + ln(l): 1 for the relative error
+      of l, |lse| for its own rounding, and softmax_scale * P (|q| |k|^T), through which
+      the error of each score enters.
+
+Non-finite values must be the same non-finite values in the same places, judged after rounding the
+reference to the result's dtype; they are then left out of every maximum.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cuattn._typing import ACCUMULATOR
+from cuattn.cpu import reference
+from cuattn.planning.problem import Band
+
+Array = NDArray[Any]
+
+#: Rows that share one maximum: few enough that a fault in late rows cannot hide behind early ones.
+BLOCK_ROWS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What one result must be.
+
+    Attributes
+    ----------
+    value : array
+        The reference, unrounded.
+    bound : array, broadcastable to ``value``
+        The largest |x - value| allowed, equal within a block.
+    dtype : dtype
+        The dtype the result is stored in.
+    """
+
+    value: Array
+    bound: Array
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a result compares.
+
+    Attributes
+    ----------
+    ratio : float
+        Largest error over its bound; at most 1 is accepted. inf where a NaN or Inf is misplaced.
+    error, bound : float
+        Of the element that gave ``ratio``.
+    index : tuple of int
+        Where that element is.
+    """
+
+    ratio: float
+    error: float
+    bound: float
+    index: tuple[int, ...]
+
+    @property
+    def accepted(self) -> bool:
+        return self.ratio <= 1.0
+
+
+def compare(actual: Array, expected: Expected) -> Comparison:
+    """Judge a result, NumPy array of the reference's shape, by the rule."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = expected.value.astype(expected.dtype).astype(expected.value.dtype)
+        x = actual.astype(expected.value.dtype)
+        error = np.abs(x - expected.value)
+    finite = np.isfinite(stored)
+    same = np.where(finite, np.isfinite(x), (x == stored) | (np.isnan(x) & np.isnan(stored)))
+    error = np.where(same, np.where(finite, error, 0.0), np.inf)
+    if error.size == 0:
+        return Comparison(0.0, 0.0, 0.0, ())
+    bound = np.broadcast_to(expected.bound, error.shape)
+    ratio = np.divide(error, bound, out=np.full_like(error, np.inf), where=bound > 0)
+    ratio[error == 0] = 0.0
+    worst = np.unravel_index(int(ratio.argmax()), ratio.shape)
+    index = tuple(int(i) for i in worst)
+    return Comparison(float(ratio[index]), float(error[index]), float(bound[index]), index)
+
+
+def _block_max(a: Array, row_axis: int, other_axis: int | None) -> Array:
+    """Largest finite value of each block of rows (and of all of the other axis), at every row."""
+    a = np.where(np.isfinite(a), a, 0)
+    if other_axis is not None:
+        a = a.max(axis=other_axis, keepdims=True, initial=0)
+    starts = np.arange(0, a.shape[row_axis], BLOCK_ROWS)
+    if starts.size == 0:
+        return a
+    peaks = np.maximum.reduceat(a, starts, axis=row_axis)
+    return np.repeat(peaks, BLOCK_ROWS, axis=row_axis).take(
+        np.arange(a.shape[row_axis]), axis=row_axis
+    )
+
+
+def _expected(
+    value: Array,
+    low: Array,
+    terms: Array,
+    dtype: DTypeLike,
+    eps: float,
+    *,
+    from_stored: Array | None = None,
+) -> Expected:
+    """The rule. 4-D arrays have their rows in axis 1, lse in its last.
+
+    ``from_stored`` is the exact result of rounded intermediates that were given: nothing that
+    reads them can be nearer to ``value``, and low is only responsible for what it adds.
+    """
+    row_axis, other_axis = (1, 3) if value.ndim == 4 else (2, None)
+    attainable = value if from_stored is None else from_stored
+    with np.errstate(over="ignore", invalid="ignore"):
+        low_error = np.abs(low.astype(dtype).astype(value.dtype) - attainable)
+        inherited_error = np.abs(attainable - value)
+    bound = 2 * _block_max(low_error, row_axis, other_axis)
+    bound += _block_max(inherited_error, row_axis, other_axis)
+    bound += 4 * eps * _block_max(terms, row_axis, other_axis)
+    return Expected(value, bound, np.dtype(dtype))
+
+
+def in_order(a: Array, b: Array) -> Array:
+    """``a b^T`` with one rounding after the other, from the first head dim to the last."""
+    total = np.zeros((len(a), len(b)), a.dtype)
+    for left, right in zip(a.T, b.T, strict=True):
+        total += np.multiply.outer(left, right)
+    return total
+
+
+def _precisions(q: Array, rounds_to_zero: bool) -> tuple[np.dtype[Any], np.dtype[Any], float]:
+    """Accumulator dtype, reference dtype and the accumulator's eps for these inputs."""
+    accumulator = np.dtype(ACCUMULATOR[q.dtype.name])
+    exact = np.dtype(np.longdouble if accumulator == np.float64 else np.float64)
+    return accumulator, exact, float(np.finfo(accumulator).eps) * (2 if rounds_to_zero else 1)
+
+
+def expected_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    band: Band,
+    softmax_scale: float,
+    out_dtype: DTypeLike | None = None,
+    rounds_to_zero: bool = False,
+) -> tuple[Expected, Expected]:
+    """What out and lse must be.
+
+    Parameters
+    ----------
+    q, k, v : arrays in the axes (batch, seqlen, heads, dim), of one of the four dtypes
+    out_dtype : dtype, optional
+        The dtype of out, q's by default.
+    rounds_to_zero : bool
+        Whether the engine's sums do.
+
+    Returns
+    -------
+    out, lse : Expected
+    """
+    accumulator, exact, eps = _precisions(q, rounds_to_zero)
+    stored = q.dtype if out_dtype is None else out_dtype
+    out, lse = reference.forward(q, k, v, band=band, softmax_scale=softmax_scale, dtype=exact)
+    low_out, low_lse = reference.forward(
+        q,
+        k,
+        v,
+        band=band,
+        softmax_scale=softmax_scale,
+        dtype=accumulator,
+        operand_dtype=q.dtype,
+        product=in_order,
+    )
+    out_terms, lse_terms = np.zeros_like(out), np.zeros_like(lse)
+    q, k, v = (a.astype(exact) for a in (q, k, v))
+    visible = reference.visible_pairs(band, q.shape[1], k.shape[1])
+    for b in range(q.shape[0]):
+        for h, h_kv in reference.query_heads(q.shape[2], k.shape[2]):
+            P, _ = reference.softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale)
+            out_terms[b, :, h] = reference.visible_product(P, np.abs(v[b, :, h_kv]), visible)
+            with np.errstate(all="ignore"):
+                scores = np.abs(q[b, :, h]) @ np.abs(k[b, :, h_kv]).T * abs(softmax_scale)
+                lse_terms[b, h] = 1 + np.where(visible, P * scores, 0).sum(axis=1)
+    lse_terms += np.abs(lse)
+    return (
+        _expected(out, low_out, out_terms, stored, eps),
+        _expected(lse, low_lse, lse_terms, accumulator, eps),
+    )
+
+
+def expected_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array | None,
+    dlse: Array | None,
+    *,
+    band: Band,
+    softmax_scale: float,
+    rounds_to_zero: bool = False,
+) -> tuple[Expected, Expected, Expected]:
+    """What dq, dk and dv must be.
+
+    Parameters
+    ----------
+    q, k, v, dout, dlse
+        As in ``reference.backward``.
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        The out that the backward was given. It is rounded, and delta inherits that: ``low`` reads
+        it too, the reference does not.
+    rounds_to_zero : bool
+        Whether the engine's sums do.
+
+    Returns
+    -------
+    dq, dk, dv : Expected
+        Stored in the dtype of q, k, v.
+    """
+    accumulator, exact, eps = _precisions(q, rounds_to_zero)
+    dtype = q.dtype
+    gradients = functools.partial(
+        reference.backward, q, k, v, dout, dlse, band=band, softmax_scale=softmax_scale
+    )
+    values = gradients(dtype=exact)
+    inherited = gradients(dtype=exact, out=out)
+    lows = gradients(dtype=accumulator, operand_dtype=dtype, product=in_order, out=out)
+    terms = _gradient_terms(q, k, v, out.astype(exact), dout, dlse, band, softmax_scale)
+    dq, dk, dv = (
+        _expected(value, low, term, dtype, eps, from_stored=stored)
+        for value, low, term, stored in zip(values, lows, terms, inherited, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _gradient_terms(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array | None,
+    dlse: Array | None,
+    band: Band,
+    softmax_scale: float,
+) -> tuple[Array, Array, Array]:
+    """Sum of |terms| of dq, dk and dv, in the dtype of ``out``."""
+    q, k, v = (a.astype(out.dtype) for a in (q, k, v))
+    abs_q, abs_k, abs_v = np.abs(q), np.abs(k), np.abs(v)
+    abs_dout = np.zeros_like(out) if dout is None else np.abs(dout.astype(out.dtype))
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    visible = reference.visible_pairs(band, q.shape[1], k.shape[1])
+    scale = abs(softmax_scale)
+    for b in range(q.shape[0]):
+        for h, h_kv in reference.query_heads(q.shape[2], k.shape[2]):
+            P, _ = reference.softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale)
+            with np.errstate(all="ignore"):
+                row_terms = (abs_dout[b, :, h] * np.abs(out[b, :, h])).sum(axis=1)
+                if dlse is not None:
+                    row_terms += np.abs(dlse[b, h].astype(out.dtype))
+                dS = P * (abs_dout[b, :, h] @ abs_v[b, :, h_kv].T + row_terms[:, None])
+                dq[b, :, h] = scale * reference.visible_product(dS, abs_k[b, :, h_kv], visible)
+                dk[b, :, h_kv] += scale * reference.visible_product(dS.T, abs_q[b, :, h], visible.T)
+                dv[b, :, h_kv] += reference.visible_product(P.T, abs_dout[b, :, h], visible.T)
+    return dq, dk, dv

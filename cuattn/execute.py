@@ -1,0 +1,149 @@
+"""Plans meet arrays: NumPy goes to the tiled CPU engine, CuPy to compiled kernels on its stream.
+
+The only file that knows both planning and jit. Arrays arrive in the canonical axes
+(batch, seqlen, heads, dim), lse and dlse as (batch, heads_q, seqlen_q); outputs are allocated.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuattn._typing import Array
+from cuattn.abi import structs
+from cuattn.abi.template import Template
+from cuattn.cpu import tiled
+from cuattn.jit.compile import arch_for_device
+from cuattn.jit.launch import Kernel, build, load
+from cuattn.jit.source import Unit, make_unit
+from cuattn.planning.device import Device
+from cuattn.planning.plan import KernelSpec, Plan, parameters
+from cuattn.planning.problem import AttentionProblem
+from cuattn.planning.select import plan_for
+
+
+def unit_of(spec: KernelSpec) -> Unit:
+    """The translation unit of a specialisation."""
+    return make_unit(
+        spec.name,
+        header=spec.header,
+        entry=spec.entry,
+        config=(getattr(structs, spec.config_struct), dict(spec.config)),
+        params=spec.params_struct,
+        num_threads=spec.num_threads,
+        min_blocks_per_sm=spec.min_blocks,
+    )
+
+
+@cache
+def cuda_device(device_id: int) -> Device:
+    """What a plan needs to know of a CUDA device of this process."""
+    device = sys.modules["cupy"].cuda.Device(device_id)
+    attributes = device.attributes
+    capability = device.compute_capability  # "90" for 9.0: the minor version is one digit
+    return Device(
+        arch_for_device(int(capability[:-1]), int(capability[-1])),
+        attributes["MultiProcessorCount"],
+        attributes["MaxSharedMemoryPerBlockOptin"],
+    )
+
+
+class Executable:
+    """A plan with its kernels loaded on one device; calling it only allocates and launches."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
+        self._template = Template(struct, parameters(plan.problem))
+        units = [unit_of(launch.kernel) for launch in plan.launches]
+        build(units, plan.device.arch)
+        self._launches: list[tuple[Kernel, int]] = [
+            (load(unit, plan.device.arch, launch.kernel.smem_bytes), launch.grid)
+            for unit, launch in zip(units, plan.launches, strict=True)
+        ]
+
+    def __call__(self, addresses: dict[str, int]) -> None:
+        """Launch on CuPy's current stream; the device must be current."""
+        params = self._template.with_pointers(addresses)
+        for kernel, grid in self._launches:
+            kernel.launch(grid, params)
+
+
+_executables: dict[tuple[AttentionProblem, int], Executable] = {}
+_lock = threading.Lock()
+_MAX_EXECUTABLES = 4096
+
+
+def executable(problem: AttentionProblem, device_id: int) -> Executable:
+    """The executable of a problem on the current device, kept for the next call like this one."""
+    key = (problem, device_id)
+    found = _executables.get(key)
+    if found is None:
+        found = Executable(plan_for(problem, cuda_device(device_id)))
+        with _lock:
+            if len(_executables) >= _MAX_EXECUTABLES:
+                # why the oldest: a dict keeps the order of insertion; kernels stay loaded in jit
+                del _executables[next(iter(_executables))]
+            _executables[key] = found
+    return found
+
+
+def forget() -> None:
+    """Drop every executable: for tests that choose among the families."""
+    with _lock:
+        _executables.clear()
+
+
+def forward(
+    problem: AttentionProblem, q: Array, k: Array, v: Array, out: Array, lse: Array
+) -> None:
+    """Write out and lse."""
+    if isinstance(q, np.ndarray):
+        tiled.forward(problem, q, k, v, out, lse)
+        return
+    executable(problem, q.data.device_id)(
+        {
+            "q": q.data.ptr,
+            "k": k.data.ptr,
+            "v": v.data.ptr,
+            "out": out.data.ptr,
+            "lse": lse.data.ptr,
+        }
+    )
+
+
+def backward(
+    problem: AttentionProblem,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array | None,
+    dlse: Array | None,
+    *,
+    dq: Array | None,
+    dk: Array | None,
+    dv: Array | None,
+) -> None:
+    """Write the gradients that ``problem.wrt`` asks for; dout and dlse None are 0."""
+    if isinstance(q, np.ndarray):
+        tiled.backward(problem, q, k, v, out, lse, dout, dlse, dq=dq, dk=dk, dv=dv)
+        return
+    run = executable(problem, q.data.device_id)
+    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    arrays |= {"dq": dq, "dk": dk, "dv": dv}
+    if dout is None:
+        # One zero under strides of 0 (Layouts.dout is None) stands for a whole array of them.
+        arrays["dout"] = _zero(out)
+    for name, size in run.plan.workspace:
+        arrays[name] = sys.modules["cupy"].empty(size, lse.dtype)
+    run({name: array.data.ptr for name, array in arrays.items() if array is not None})
+
+
+def _zero(like: Array) -> Any:
+    return sys.modules["cupy"].zeros(1, like.dtype)

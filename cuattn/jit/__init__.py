@@ -1,0 +1,1 @@
+"""Text to cubin to kernel to stream: knows CUDA text and NVRTC, nothing about attention."""

@@ -1,0 +1,168 @@
+"""From a unit to a kernel on the current device, and its launch on CuPy's current stream."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from cuattn.jit.cache import Entry, cache_key, default_cache
+from cuattn.jit.compile import CompileOptions, debugging, nvrtc_version
+from cuattn.jit.source import Unit
+
+#: What a block may use without asking for more.
+_DEFAULT_SMEM_BYTES = 48 * 1024
+
+_MAX_GRID = 2**31 - 1
+
+
+class _Function(Protocol):
+    """What is used of cupy.cuda.function.Function."""
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        args: tuple[np.void, ...],
+        shared_mem: int,
+    ) -> None: ...
+
+
+class _RawKernel(Protocol):
+    """What is used of cupy.RawKernel."""
+
+    kernel: _Function
+    max_dynamic_shared_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loaded kernel of one device; hold it, ``load`` hashes the source every time.
+
+    Attributes
+    ----------
+    name : str
+        The kernel's readable name.
+    function : cupy.cuda.function.Function
+        The loaded function.
+    block : (int, int, int)
+        Threads of a block.
+    smem_bytes : int
+        Dynamic shared memory of a block.
+    synchronize : bool
+        Wait after every launch (CUATTN_DEBUG), so that a fault names its kernel.
+    """
+
+    name: str
+    function: _Function
+    block: tuple[int, int, int]
+    smem_bytes: int
+    synchronize: bool
+
+    def launch(self, grid: int, params: np.void) -> None:
+        """Launch ``grid`` blocks on CuPy's current stream of the current device.
+
+        Parameters
+        ----------
+        grid : int
+            Blocks, at most 2**31 - 1; zero launches nothing.
+        params : numpy.void
+            The parameter struct, passed by value (``abi.template.Template``).
+
+        Raises
+        ------
+        ValueError
+            The grid exceeds what a device can launch.
+        """
+        if not 0 < grid <= _MAX_GRID:
+            # why: CuPy would launch one block for zero and wrap a larger number
+            if grid == 0:
+                return
+            raise ValueError(f"{self.name}: got a grid of {grid}; expected 0 to {_MAX_GRID}")
+        self.function((grid, 1, 1), self.block, (params,), self.smem_bytes)
+        if self.synchronize:
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
+
+
+def build(units: Sequence[Unit], arch: str) -> None:
+    """Compile units side by side, so that ``load`` finds them: NVRTC takes a core for each.
+
+    Raises
+    ------
+    CompileError
+        NVRTC is missing or refuses a unit.
+    """
+    options = CompileOptions(arch, lineinfo=debugging())
+    if len(units) < 2:
+        return
+    with ThreadPoolExecutor(len(units)) as pool:
+        for entry in [pool.submit(default_cache().get, unit, options) for unit in units]:
+            entry.result()
+
+
+_kernels: dict[tuple[int, str, int], Kernel] = {}
+# invariant: a lock belongs to one process; a child of fork never sees one that is held
+_locks: dict[tuple[int, int, str], threading.Lock] = {}
+
+
+def load(unit: Unit, arch: str, smem_bytes: int = 0) -> Kernel:
+    """The unit's kernel on the current device, compiled and loaded where it is not yet.
+
+    Parameters
+    ----------
+    unit : Unit
+        The kernel.
+    arch : str
+        A target that the device runs (``compile.arch_for_device``).
+    smem_bytes : int
+        Dynamic shared memory of a block.
+
+    Raises
+    ------
+    CompileError
+        NVRTC is missing or refuses the unit.
+    """
+    import cupy
+
+    options = CompileOptions(arch, lineinfo=debugging())
+    device = int(cupy.cuda.runtime.getDevice())
+    key = cache_key(unit, options, nvrtc_version())
+    with _locks.setdefault((os.getpid(), device, key), threading.Lock()):
+        kernel = _kernels.get((device, key, smem_bytes))
+        if kernel is None:
+            function = _load(unit, options, smem_bytes)
+            block = (unit.num_threads, 1, 1)
+            kernel = Kernel(unit.name, function, block, smem_bytes, debugging())
+            _kernels[device, key, smem_bytes] = kernel
+    return kernel
+
+
+def _load(unit: Unit, options: CompileOptions, smem_bytes: int) -> _Function:
+    import cupy
+
+    cache = default_cache()
+    try:
+        raw = _raw_kernel(unit, cache.get(unit, options))
+    except cupy.cuda.driver.CUDADriverError:
+        # why: a cubin that passed its checksum and is refused was damaged before it was written;
+        # where the device is at fault instead, the second attempt says so
+        raw = _raw_kernel(unit, cache.rebuild(unit, options))
+    if smem_bytes > _DEFAULT_SMEM_BYTES:
+        raw.max_dynamic_shared_size_bytes = smem_bytes
+    # why: RawKernel looks the device up at every call, its function is bound to this one
+    return raw.kernel
+
+
+def _raw_kernel(unit: Unit, entry: Entry) -> _RawKernel:
+    import cupy
+
+    with entry.cubin_path() as path:
+        kernel: _RawKernel = cupy.RawModule(path=str(path)).get_function(unit.name)
+    return kernel

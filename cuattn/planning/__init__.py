@@ -1,0 +1,1 @@
+"""From arguments to a plan: pure data, testable without a GPU."""

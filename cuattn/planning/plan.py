@@ -1,0 +1,91 @@
+"""The answer: which kernels run, in which order, over which grid. Pure data, nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuattn.planning.device import Device
+from cuattn.planning.problem import AttentionProblem, Strides
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One specialisation: everything that its translation unit is generated from."""
+
+    name: str
+    header: str
+    entry: str
+    config_struct: str
+    config: tuple[tuple[str, int], ...]
+    params_struct: str
+    num_threads: int
+    min_blocks: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and the number of blocks it is launched with."""
+
+    kernel: KernelSpec
+    grid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who answers a problem on a device, how, and why the families before declined.
+
+    ``launches`` run in order on one stream with the same parameter struct. ``workspace`` names the
+    buffers beyond inputs and outputs, with their number of elements in the accumulator's dtype.
+    """
+
+    problem: AttentionProblem
+    device: Device
+    family: str
+    launches: tuple[Launch, ...]
+    workspace: tuple[tuple[str, int], ...]
+    refusals: tuple[tuple[str, str], ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory beyond inputs and outputs."""
+        return sum(size for _, size in self.workspace) * ITEMSIZE[self.problem.accumulator]
+
+
+def _tensor(strides: Strides | None) -> dict[str, Any]:
+    batch, seqlen, head, dim = strides or (0, 0, 0, 0)
+    return {
+        "data": None,
+        "stride_batch": batch,
+        "stride_seqlen": seqlen,
+        "stride_head": head,
+        "stride_dim": dim,
+    }
+
+
+def parameters(problem: AttentionProblem) -> Mapping[str, Any]:
+    """The values of FwdParams or BwdParams; every address is still null."""
+    layouts = problem.layouts
+    names: tuple[str, ...] = ("q", "k", "v", "out")
+    values: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "lse": None}
+    if problem.op == "backward":
+        names += ("dout", "dq", "dk", "dv")
+        batch, head, seqlen = layouts.dlse or (0, 0, 0)
+        values["dlse"] = {
+            "data": None,
+            "stride_batch": batch,
+            "stride_head": head,
+            "stride_seqlen": seqlen,
+        }
+        values["delta"] = None
+    values |= {name: _tensor(getattr(layouts, name)) for name in names}
+    sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim")
+    values["shape"] = {name: getattr(problem, name) for name in (*sizes, "head_dim_v")} | {
+        "band_lower": problem.band.lower,
+        "band_upper": problem.band.upper,
+    }
+    return values

@@ -1,0 +1,169 @@
+// What Python and CUDA share. Layer: base.
+//
+// GENERATED from cuattn/abi/structs.py by `python -m cuattn.abi --write`; edit that file instead.
+// The asserts at the end compare every offset and size with the NumPy dtype that Python fills, so
+// the two sides cannot drift: a difference does not compile.
+#pragma once
+
+#include "base/prelude.cuh"
+
+namespace cuattn {
+
+// Element type of an array.
+enum class DType : i32 { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+
+// What multiplies tiles: ordinary arithmetic units, or tensor cores thrice.
+enum class Product : i32 { kFma = 0, kTf32x3 = 1 };
+
+// Gradients that a backward kernel writes.
+enum Wrt : i32 { kWrtDq = 1, kWrtDk = 2, kWrtDv = 4 };
+
+// A 4-D array in the canonical axes (batch, seqlen, head, dim), any strides.
+struct Tensor {
+  void* data;         // element (0, 0, 0, 0)
+  i64 stride_batch;
+  i64 stride_seqlen;
+  i64 stride_head;
+  i64 stride_dim;
+};
+
+// One number per query row, axes (batch, head, seqlen), any strides.
+struct Rows {
+  void* data;         // element (0, 0, 0), or null where the array is absent
+  i64 stride_batch;
+  i64 stride_head;
+  i64 stride_seqlen;
+};
+
+// Sizes of one attention call, and its band: row i sees key j iff lower <= j - i <= upper.
+struct Shape {
+  i32 batch;
+  i32 seqlen_q;
+  i32 seqlen_k;
+  i32 num_heads_q;   // a multiple of num_heads_kv
+  i32 num_heads_kv;
+  i32 head_dim;      // of q and k
+  i32 head_dim_v;    // of v and out
+  i32 band_lower;    // -seqlen_q where the band is open below
+  i32 band_upper;    // seqlen_k where the band is open above
+};
+
+// What a forward kernel receives, by value.
+struct FwdParams {
+  Tensor q;
+  Tensor k;
+  Tensor v;
+  Tensor out;
+  void* lse;          // contiguous (batch, num_heads_q, seqlen_q), natural log
+  Shape shape;
+  f64 softmax_scale;
+};
+
+// What a backward kernel receives, by value; a gradient that is not asked for has no data.
+struct BwdParams {
+  Tensor q;
+  Tensor k;
+  Tensor v;
+  Tensor out;
+  Tensor dout;
+  Tensor dq;
+  Tensor dk;
+  Tensor dv;
+  Rows dlse;          // no data: zero
+  void* lse;          // contiguous (batch, num_heads_q, seqlen_q), natural log
+  void* delta;        // contiguous like lse: rowsum(dout * out) - dlse
+  Shape shape;
+  f64 softmax_scale;
+};
+
+// One specialisation of the portable kernels: a C++20 template argument.
+struct SimtConfig {
+  DType dtype;          // of q, k, v and the gradients
+  DType out_dtype;      // of out and dout
+  Product product;
+  i32 block_m;          // query rows of a tile
+  i32 block_n;          // keys of a tile
+  i32 block_d;          // head dims of a tile: a chunk of the sums, a slice of the results
+  i32 rows_per_thread;  // of the tile that the thread block owns
+  i32 num_lanes;        // threads that share a row
+  i32 num_threads;      // of the thread block
+  i32 smem_bytes;       // dynamic shared memory
+  i32 wrt;              // gradients the kernel writes
+};
+
+// One specialisation of the kernel that computes delta.
+struct DeltaConfig {
+  DType dtype;      // of q, k and v
+  DType out_dtype;  // of out and dout
+  i32 num_threads;  // of the thread block
+};
+
+// The layout as NumPy sees it.
+static_assert(sizeof(Tensor) == 40);
+static_assert(alignof(Tensor) == 8);
+static_assert(CUATTN_OFFSETOF(Tensor, data) == 0);
+static_assert(CUATTN_OFFSETOF(Tensor, stride_batch) == 8);
+static_assert(CUATTN_OFFSETOF(Tensor, stride_seqlen) == 16);
+static_assert(CUATTN_OFFSETOF(Tensor, stride_head) == 24);
+static_assert(CUATTN_OFFSETOF(Tensor, stride_dim) == 32);
+static_assert(sizeof(Rows) == 32);
+static_assert(alignof(Rows) == 8);
+static_assert(CUATTN_OFFSETOF(Rows, data) == 0);
+static_assert(CUATTN_OFFSETOF(Rows, stride_batch) == 8);
+static_assert(CUATTN_OFFSETOF(Rows, stride_head) == 16);
+static_assert(CUATTN_OFFSETOF(Rows, stride_seqlen) == 24);
+static_assert(sizeof(Shape) == 36);
+static_assert(alignof(Shape) == 4);
+static_assert(CUATTN_OFFSETOF(Shape, batch) == 0);
+static_assert(CUATTN_OFFSETOF(Shape, seqlen_q) == 4);
+static_assert(CUATTN_OFFSETOF(Shape, seqlen_k) == 8);
+static_assert(CUATTN_OFFSETOF(Shape, num_heads_q) == 12);
+static_assert(CUATTN_OFFSETOF(Shape, num_heads_kv) == 16);
+static_assert(CUATTN_OFFSETOF(Shape, head_dim) == 20);
+static_assert(CUATTN_OFFSETOF(Shape, head_dim_v) == 24);
+static_assert(CUATTN_OFFSETOF(Shape, band_lower) == 28);
+static_assert(CUATTN_OFFSETOF(Shape, band_upper) == 32);
+static_assert(sizeof(FwdParams) == 216);
+static_assert(alignof(FwdParams) == 8);
+static_assert(CUATTN_OFFSETOF(FwdParams, q) == 0);
+static_assert(CUATTN_OFFSETOF(FwdParams, k) == 40);
+static_assert(CUATTN_OFFSETOF(FwdParams, v) == 80);
+static_assert(CUATTN_OFFSETOF(FwdParams, out) == 120);
+static_assert(CUATTN_OFFSETOF(FwdParams, lse) == 160);
+static_assert(CUATTN_OFFSETOF(FwdParams, shape) == 168);
+static_assert(CUATTN_OFFSETOF(FwdParams, softmax_scale) == 208);
+static_assert(sizeof(BwdParams) == 416);
+static_assert(alignof(BwdParams) == 8);
+static_assert(CUATTN_OFFSETOF(BwdParams, q) == 0);
+static_assert(CUATTN_OFFSETOF(BwdParams, k) == 40);
+static_assert(CUATTN_OFFSETOF(BwdParams, v) == 80);
+static_assert(CUATTN_OFFSETOF(BwdParams, out) == 120);
+static_assert(CUATTN_OFFSETOF(BwdParams, dout) == 160);
+static_assert(CUATTN_OFFSETOF(BwdParams, dq) == 200);
+static_assert(CUATTN_OFFSETOF(BwdParams, dk) == 240);
+static_assert(CUATTN_OFFSETOF(BwdParams, dv) == 280);
+static_assert(CUATTN_OFFSETOF(BwdParams, dlse) == 320);
+static_assert(CUATTN_OFFSETOF(BwdParams, lse) == 352);
+static_assert(CUATTN_OFFSETOF(BwdParams, delta) == 360);
+static_assert(CUATTN_OFFSETOF(BwdParams, shape) == 368);
+static_assert(CUATTN_OFFSETOF(BwdParams, softmax_scale) == 408);
+static_assert(sizeof(SimtConfig) == 44);
+static_assert(alignof(SimtConfig) == 4);
+static_assert(CUATTN_OFFSETOF(SimtConfig, dtype) == 0);
+static_assert(CUATTN_OFFSETOF(SimtConfig, out_dtype) == 4);
+static_assert(CUATTN_OFFSETOF(SimtConfig, product) == 8);
+static_assert(CUATTN_OFFSETOF(SimtConfig, block_m) == 12);
+static_assert(CUATTN_OFFSETOF(SimtConfig, block_n) == 16);
+static_assert(CUATTN_OFFSETOF(SimtConfig, block_d) == 20);
+static_assert(CUATTN_OFFSETOF(SimtConfig, rows_per_thread) == 24);
+static_assert(CUATTN_OFFSETOF(SimtConfig, num_lanes) == 28);
+static_assert(CUATTN_OFFSETOF(SimtConfig, num_threads) == 32);
+static_assert(CUATTN_OFFSETOF(SimtConfig, smem_bytes) == 36);
+static_assert(CUATTN_OFFSETOF(SimtConfig, wrt) == 40);
+static_assert(sizeof(DeltaConfig) == 12);
+static_assert(alignof(DeltaConfig) == 4);
+static_assert(CUATTN_OFFSETOF(DeltaConfig, dtype) == 0);
+static_assert(CUATTN_OFFSETOF(DeltaConfig, out_dtype) == 4);
+static_assert(CUATTN_OFFSETOF(DeltaConfig, num_threads) == 8);
+
+}  // namespace cuattn

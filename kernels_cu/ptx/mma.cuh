@@ -1,0 +1,19 @@
+// Products on tensor cores, one warp together. Layer: ptx.
+#pragma once
+#include "base/prelude.cuh"
+
+namespace cuattn::ptx {
+
+// d += a b for a of 16 x 8, b of 8 x 8, in tf32 (the upper 19 bits of each operand count), float32
+// sums. With g = lane / 4 and t = lane % 4, a lane holds a[g][t], a[g + 8][t], a[g][t + 4],
+// a[g + 8][t + 4]; b[t][g], b[t + 4][g]; d[g][2t], d[g][2t + 1], d[g + 8][2t], d[g + 8][2t + 1].
+// source: PTX ISA, "Matrix Fragments for mma.m16n8k8"; needs sm_80.
+CUATTN_DEVICE void mma_tf32(f32& d0, f32& d1, f32& d2, f32& d3, const u32 (&a)[4],
+                            const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace cuattn::ptx

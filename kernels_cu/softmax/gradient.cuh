@@ -1,0 +1,48 @@
+// The gradient of the softmax, from what the forward left. Layer: softmax; architecture-free.
+//
+//   P     = exp(s - lse)                    recomputed, never stored
+//   delta = rowsum(dout * out) - dlse       one number a row
+//   dS    = P * (dP - delta)                with dP = dout v^T
+//
+// source: Dao et al. 2022, Algorithm 4; dlse enters because d lse / d s = P.
+#pragma once
+#include "base/prelude.cuh"
+#include "ptx/math.cuh"
+#include "softmax/state.cuh"
+
+namespace cuattn::softmax {
+
+// What a row needs of the forward. A row that saw no key, or lies past the end, gets lse = +inf:
+// then P is 0 for every score.
+template <class T>
+struct RowStatistics {
+  T lse;
+  T delta;
+};
+
+// A row with lse = -inf saw no key: none of its inputs may reach a gradient.
+template <class T>
+CUATTN_DEVICE bool is_seen(T lse) {
+  return lse != -infinity<T>();
+}
+
+template <class T>
+CUATTN_DEVICE RowStatistics<T> row_statistics(const T* lse, const T* delta, i64 offset, int row,
+                                              int row_end) {
+  if (row < row_end && is_seen(lse[offset + row])) {
+    return {lse[offset + row], delta[offset + row]};
+  }
+  return {infinity<T>(), T(0)};
+}
+
+template <class T>
+CUATTN_DEVICE T probability(T score, T lse) {
+  return ptx::exp(score - lse);
+}
+
+template <class T>
+CUATTN_DEVICE T score_gradient(T p, T dp, T delta) {
+  return p * (dp - delta);
+}
+
+}  // namespace cuattn::softmax

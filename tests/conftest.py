@@ -1,0 +1,115 @@
+"""Engines, markers, hypothesis profiles, and the record of what ran on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import compare
+import hypothesis
+import numpy as np
+import pytest
+
+import record
+from strategies import DTYPES
+
+from cuattn import execute
+from cuattn.planning import select
+from cuattn.planning.families import FAMILIES
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=False)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+class NumpyEngine:
+    """The tiled CPU engine."""
+
+    name = "numpy"
+    dtypes = DTYPES
+    xp = np
+
+    def asarray(self, array):
+        return array
+
+    def asnumpy(self, array):
+        return array
+
+
+class CudaEngine:
+    """Compiled kernels of one family on CuPy arrays; ``dtypes`` are those that it takes."""
+
+    def __init__(self, family):
+        import cupy
+
+        self.name, self.dtypes, self.xp = family.name, family.dtypes, cupy
+
+    def asarray(self, array):
+        """Copy to the device with the same strides, zero and negative ones too."""
+        if array.size == 0:
+            return self.xp.empty(array.shape, array.dtype)
+        low, high = np.lib.array_utils.byte_bounds(array)
+        memory = np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
+        start = array.__array_interface__["data"][0] - low
+        buffer = self.xp.asarray(memory)
+        return self.xp.ndarray(array.shape, array.dtype, buffer.data + start, array.strides)
+
+    def asnumpy(self, array):
+        return self.xp.asnumpy(array)
+
+
+def cuda_devices():
+    """How many CUDA devices this process can use."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # noqa: BLE001 - no CuPy, no driver and no device all mean none
+        return 0
+
+
+@pytest.fixture(
+    params=["numpy", *(pytest.param(f, marks=pytest.mark.gpu, id=f.name) for f in FAMILIES)],
+    scope="session",
+)
+def engine(request):
+    """Every engine and kernel family in turn: the shared suites take it."""
+    if request.param == "numpy":
+        yield NumpyEngine()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        # The family under test first, the one that takes everything behind it.
+        patch.setattr(select, "FAMILIES", (request.param, FAMILIES[-1]))
+        patch.setattr(compare, "ROUNDS_TO_ZERO", request.param.rounds_to_zero)
+        execute.forget()
+        yield CudaEngine(request.param)
+    execute.forget()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record-gpu", metavar="PATH", help="write what ran on this GPU to PATH")
+
+
+def pytest_collection_modifyitems(items):
+    if cuda_devices() == 0:
+        skip = pytest.mark.skip(reason="no CUDA device; tests/gpu_record.json holds the last run")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+_outcomes: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report):
+    if "gpu" not in report.keywords:
+        return
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--record-gpu")
+    if path:
+        record.write(Path(path), _outcomes)

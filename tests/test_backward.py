@@ -1,0 +1,56 @@
+"""The shared backward suite: every engine against the dense formula, one tolerance rule."""
+
+import numpy as np
+import pytest
+from calls import check_backward
+from hypothesis import given, settings
+from strategies import DTYPES, Problem, problems
+
+import cuattn
+
+
+@settings(max_examples=400)
+@given(problem=problems())
+def test_any_problem(engine, problem):
+    check_backward(engine, problem.within(engine.dtypes))
+
+
+@pytest.mark.parametrize("deterministic", [None, False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tiles(engine, dtype, causal, deterministic):
+    align = "bottom_right" if causal else None
+    problem = Problem(dtype, "bshd", 1, 260, 390, 1, 2, 64, 32, causal=causal, align=align)
+    check_backward(engine, problem, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("output", ["out", "lse"])
+def test_gradients_are_finite_differences(engine, output):
+    """Independent of the oracle's gradient formulas: float64, one direction per input."""
+    problem = Problem("float64", "bshd", 2, 9, 12, 2, 2, 5, 3, causal=True, align="bottom_right")
+    inputs, (dout, dlse) = problem.arrays(), problem.cotangents()
+    weights = {"out": (dout, None), "lse": (None, dlse)}[output]
+
+    def value(*arrays):
+        results = cuattn.attention(*map(engine.asarray, arrays), return_lse=True, **problem.options)
+        return sum(
+            (engine.asnumpy(result) * weight).sum()
+            for result, weight in zip(results, weights, strict=True)
+            if weight is not None
+        )
+
+    _, vjp = cuattn.attention_vjp(*map(engine.asarray, inputs), **problem.options)
+    gradients = vjp(*(None if weight is None else engine.asarray(weight) for weight in weights))
+    rng = np.random.default_rng(2)
+    for i, gradient in enumerate((gradients.dq, gradients.dk, gradients.dv)):
+        direction = rng.standard_normal(inputs[i].shape)
+        along = (engine.asnumpy(gradient) * direction).sum()
+        # Central differences in float64: the error is O(step^2) + eps / step, both near 1e-10.
+        step = 1e-5
+        moved = [
+            value(*(a + sign * step * direction if j == i else a for j, a in enumerate(inputs)))
+            for sign in (1, -1)
+        ]
+        slope = (moved[0] - moved[1]) / (2 * step)
+        size = np.abs(engine.asnumpy(gradient) * direction).sum() + 1
+        assert abs(slope - along) <= 1e4 * step**2 / 100 * size

@@ -1,0 +1,304 @@
+"""``python -m cuattn``: every command without a GPU, and what it says when something is missing."""
+
+import json
+import subprocess
+import sys
+
+import needs
+import numpy as np
+import pytest
+from compare import assert_backward, assert_forward
+
+import cuattn
+from cuattn import check
+from cuattn.__main__ import main
+from cuattn.bench import report, timing
+from cuattn.bench.baselines import Formula
+from cuattn.bench.host_time import measure, no_engine
+from cuattn.bench.workloads import normal
+from cuattn.errors import CompileError
+from cuattn.planning.device import known_device
+from cuattn.planning.families import every_spec
+from cuattn.planning.problem import Band
+from cuattn.precompile import default_specs, is_default
+
+
+@pytest.fixture(scope="module")
+def cache_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache_folder, monkeypatch):
+    """The user's cache is neither filled nor reported."""
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(cache_folder))
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    for module in ("cuattn.check", "cuattn.__main__"):
+        monkeypatch.setattr(f"{module}.cuda_or_why", lambda: "CuPy finds no device (a test)")
+
+
+def facts(text):
+    return {line[:17].strip(): line[18:] for line in text.splitlines()}
+
+
+# info ------------------------------------------------------------------------------------------
+
+
+def test_info_says_what_is_here(capsys, cache_folder):
+    assert main(["info"]) == 0
+    said = facts(capsys.readouterr().out)
+    assert said["cuattn"].startswith(cuattn.__version__)
+    assert said["NumPy"] == np.__version__
+    assert said["kernel cache"].startswith(f"{cache_folder}: ")
+    assert said["CUATTN_CACHE_DIR"] == str(cache_folder)
+    assert said["CUATTN_DEBUG"] == "not set"
+    assert {"Python", "CuPy", "NVRTC", "engine"} <= said.keys()
+
+
+def test_info_without_a_device_says_so(capsys, no_device):
+    assert main(["info"]) == 0
+    said = facts(capsys.readouterr().out)
+    assert said["devices"] == "none: CuPy finds no device (a test)"
+    assert said["engine"] == "NumPy arrays: the CPU engine; CuPy arrays: none"
+
+
+def test_info_without_cupy_says_what_to_install():
+    program = (
+        "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None\n"
+        "from cuattn.__main__ import main\n"
+        "raise SystemExit(main(['info']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    said = facts(run.stdout)
+    assert said["CuPy"].startswith("missing (")
+    assert "cuattn[cuda13]" in said["CuPy"]
+    assert said["NVRTC"].startswith("missing: ")
+    assert said["devices"].startswith("none: CuPy is not importable")
+
+
+def test_info_without_a_home_says_where_kernels_go(capsys, monkeypatch):
+    monkeypatch.setattr("cuattn.__main__.default_directory", lambda: None)
+    assert main(["info"]) == 0
+    assert facts(capsys.readouterr().out)["kernel cache"].startswith("in memory only")
+
+
+@pytest.mark.gpu
+def test_info_names_driver_and_devices(capsys):
+    assert main(["info"]) == 0
+    said = facts(capsys.readouterr().out)
+    assert said["driver"].startswith("CUDA ")
+    assert "SMs" in said["device 0"]
+
+
+# check -----------------------------------------------------------------------------------------
+
+
+def test_check_finds_the_cpu_engine_right(capsys):
+    assert main(["check", "--engine", "numpy"]) == 0
+    text = capsys.readouterr().out
+    count = sum(1 for _ in check.problems())
+    assert 35 <= count <= 50
+    assert text.startswith("engine numpy\n")
+    assert f"{count} of {count} right in " in text
+
+
+@pytest.mark.gpu
+def test_check_finds_the_cuda_engine_right(capsys):
+    assert main(["check"]) == 0
+    assert capsys.readouterr().out.startswith("engine cuda: ")
+
+
+def few(monkeypatch):
+    problems = list(check.problems())
+    monkeypatch.setattr(check, "problems", lambda: iter([problems[0], problems[16]]))
+
+
+def test_check_without_a_device_says_which_engine_it_takes(capsys, monkeypatch, no_device):
+    few(monkeypatch)
+    assert main(["check"]) == 0
+    assert capsys.readouterr().out.startswith("engine numpy: CuPy finds no device (a test)\n")
+
+
+def test_check_of_a_missing_engine_fails(capsys, no_device):
+    assert main(["check", "--engine", "cuda"]) == 1
+    assert "CuPy finds no device (a test)" in capsys.readouterr().err
+
+
+def test_check_sees_a_wrong_result(capsys, monkeypatch):
+    few(monkeypatch)
+    forward = check.attention_forward
+
+    def wrong(*arrays, **options):
+        out, res = forward(*arrays, **options)
+        out[:, -1] *= 2
+        return out, res
+
+    monkeypatch.setattr(check, "attention_forward", wrong)
+    assert main(["check", "--engine", "numpy"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("WRONG") == 2
+    assert "0 of 2 right in " in text
+
+
+def test_check_goes_on_after_an_error(capsys, monkeypatch):
+    few(monkeypatch)
+
+    def failing(*_arrays, **_options):
+        raise CompileError("no such kernel")
+
+    monkeypatch.setattr(check, "attention_forward", failing)
+    assert main(["check", "--engine", "numpy"]) == 1
+    assert capsys.readouterr().out.count("CompileError: no such kernel") == 2
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "sliced", "reversed", "broadcast"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_strides_of_a_problem_hold_its_values(kind, dtype):
+    problem = check.Problem("", dtype, (2, 3, 4, 2, 1, 5, 6), {"layout": "bhsd"}, kind)
+    plain = check.Problem("", dtype, problem.sizes, problem.options)
+    for array, values in zip(problem.arrays(np), plain.arrays(np), strict=True):
+        wanted = np.broadcast_to(values[:1], values.shape) if kind == "broadcast" else values
+        assert array.dtype == np.dtype(dtype)
+        assert array.tobytes() == wanted.tobytes()
+    assert problem.arrays(np)[0].shape == (2, 2, 3, 5)
+
+
+# compile ---------------------------------------------------------------------------------------
+
+
+def test_compile_fills_the_cache_without_a_gpu(capsys, cache_folder):
+    needs.nvrtc()
+    command = ["compile", "--arch", "sm_75", "--dtype", "float64"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "sm_75: 4 kernels"
+    assert all(line.startswith("cuattn_") for line in lines[2:-1])
+    assert len(list(cache_folder.glob("sm_75-*/*/kernel.cubin"))) == 4
+    built = cuattn.jit.cache.default_cache().stats.compiles
+    assert main(command) == 0
+    assert cuattn.jit.cache.default_cache().stats.compiles == built
+
+
+def test_compile_takes_the_kernels_of_default_calls_unless_told(monkeypatch):
+    asked = []
+
+    def build(specs, arch, jobs):
+        asked.append(({spec.name for spec in specs}, arch, jobs))
+        return []
+
+    monkeypatch.setattr("cuattn.__main__.build", build)
+    assert main(["compile", "--arch", "sm_80", "sm_90a"]) == 0
+    assert main(["compile", "--arch", "sm_80", "--all", "--jobs", "3"]) == 0
+    some, _, every = (names for names, _, _ in asked)
+    assert [(arch, jobs) for _, arch, jobs in asked] == [
+        ("sm_80", None),
+        ("sm_90a", None),
+        ("sm_80", 3),
+    ]
+    assert some == {spec.name for spec in default_specs(known_device("sm_80"))}
+    assert every == {spec.name for spec in every_spec(known_device("sm_80"))}
+    assert some < every
+
+
+def test_default_kernels_keep_the_dtype_and_every_gradient():
+    names = [spec.name for spec in every_spec(known_device("sm_90a")) if is_default(spec)]
+    assert not [name for name in names if "_o" in name or name.endswith(("_dk", "64_dv"))]
+    for part in ("fwd_tf32x3_f32", "bwd_delta_bf16", "bwd_q_simt_f64", "bwd_kv_simt_f16"):
+        assert [name for name in names if part in name]
+
+
+def test_compile_without_a_device_asks_for_a_target(capsys, no_device):
+    assert main(["compile"]) == 1
+    assert "--arch sm_90a" in capsys.readouterr().err
+
+
+def test_compile_for_an_unknown_target_lists_the_known_ones(capsys):
+    assert main(["compile", "--arch", "sm_42"]) == 1
+    assert "sm_90a" in capsys.readouterr().err
+
+
+def test_compile_reports_a_kernel_that_does_not_compile(capsys, monkeypatch):
+    needs.nvrtc()
+
+    def refuse(_spec):
+        raise CompileError("cuattn_fwd: NVRTC refused it")
+
+    monkeypatch.setattr("cuattn.precompile.unit_of", refuse)
+    assert main(["compile", "--arch", "sm_80"]) == 1
+    assert "cuattn: cuattn_fwd: NVRTC refused it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["nonsense"], ["compile", "--dtype", "int8"]])
+def test_what_is_no_command_is_refused(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 2
+    assert "usage: cuattn" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command():
+    run = subprocess.run(
+        [sys.executable, "-m", "cuattn", "--help"], check=True, capture_output=True, text=True
+    )
+    assert all(command in run.stdout for command in ("info", "check", "compile"))
+
+
+# bench -----------------------------------------------------------------------------------------
+
+
+def test_functions_take_turns_and_medians_are_of_one_call():
+    order = []
+    medians = timing.medians(
+        lambda: order.append("a"),
+        lambda: order.append("b"),
+        calls=2,
+        repeats=3,
+        between=lambda: order.append("|"),
+    )
+    assert "".join(order) == "aa|bb|" * 4  # the first round is not counted
+    assert len(medians) == 2
+    assert all(0 < seconds < 1 for seconds in medians)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_formula_that_is_timed_is_attention(causal):
+    arrays = normal(np, 4, (1, 2, 16, 8), "float32")
+    formula = Formula(np, *arrays, causal=causal)
+    meaning = {"band": Band(-16, 0 if causal else 16), "softmax_scale": 8**-0.5}
+    q, k, v, dout, out = (array.swapaxes(1, 2) for array in (*arrays, formula.forward()))
+    assert_forward(out, formula.lse[..., 0], q, k, v, **meaning)
+    for backward in (formula.backward_stored, formula.backward_again, formula.both):
+        gradients = tuple(array.swapaxes(1, 2) for array in backward())
+        assert_backward(gradients, q, k, v, out, dout, None, **meaning)
+
+
+def test_host_time_has_parts(monkeypatch):
+    monkeypatch.setattr("cuattn.bench.host_time.REPEATS", 1)
+    rows = measure(np)
+    assert [row["pass"] for row in rows] == ["forward", "forward+backward"]
+    assert all(row["own"] > 0 and row["allocation"] > 0 for row in rows)
+
+
+def test_without_an_engine_nothing_is_computed():
+    q = np.full((1, 4, 1, 2), np.nan)
+    out = np.zeros_like(q)
+    with no_engine():
+        cuattn.attention(q, q, q, out=out)
+    assert not out.any()
+    cuattn.attention(q, q, q, out=out)
+    assert np.isnan(out).all()
+
+
+def test_a_report_names_versions_and_sources_only(tmp_path):
+    path = tmp_path / "numbers.json"
+    report.write(path, [{"pass": "forward"}])
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["rows"] == [{"pass": "forward"}]
+    allowed = {"cuattn", "python", "numpy", "cupy", "nvrtc", "cuda_driver", "device"}
+    assert data["circumstances"].keys() <= allowed | {"sources_sha256"}
+    assert data["circumstances"]["sources_sha256"] == report.sources_digest()

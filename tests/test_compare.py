@@ -1,0 +1,187 @@
+"""The tolerance rule accepts what a good kernel gives and rejects small, plausible faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compare import as_stored, assert_accepted, assert_forward
+
+from cuattn.cpu import reference
+from cuattn.cpu.tolerance import Expected, compare, expected_backward, expected_forward
+from cuattn.planning.problem import Band
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SEQLEN, SCALE = 200, 0.2
+CAUSAL = Band(-SEQLEN, 0)
+
+
+class Case:
+    """One causal problem with what must come out, and the `low` results a good kernel gives."""
+
+    def __init__(self, dtype: str) -> None:
+        rng = np.random.default_rng(1)
+        self.q, self.k, self.v, self.dout = (
+            rng.standard_normal((1, SEQLEN, 2, 24)).astype(dtype) for _ in range(4)
+        )
+        self.wide = np.float64 if dtype == "float64" else np.float32
+        self.dlse = rng.standard_normal((1, 2, SEQLEN)).astype(self.wide)
+        given = {"band": CAUSAL, "softmax_scale": SCALE}
+        out, lse = expected_forward(self.q, self.k, self.v, **given)
+        low = {"dtype": self.wide, "operand_dtype": self.q.dtype, "product": in_order}
+        low_out, low_lse = reference.forward(self.q, self.k, self.v, **given, **low)
+        stored = low_out.astype(dtype)
+        inputs = (self.q, self.k, self.v)
+        gradients = expected_backward(*inputs, stored, self.dout, self.dlse, **given)
+        low_gradients = reference.backward(
+            *inputs, self.dout, self.dlse, out=stored, **given, **low
+        )
+        self.expected = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        self.expected.update(out=out, lse=lse)
+        self.low = {
+            name: low_gradient.astype(dtype)
+            for name, low_gradient in zip(("dq", "dk", "dv"), low_gradients, strict=True)
+        }
+        self.low.update(out=stored, lse=low_lse)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+#: Half-ulps of the result's largest value that a bound may reach here, (16-bit, wide inputs).
+LARGEST_BOUND = {"out": (3, 20), "lse": (30, 30), "dq": (4, 130), "dk": (4, 300), "dv": (4, 50)}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_accepts_low_and_the_exact_result(case: Case, name: str) -> None:
+    assert_accepted(name, case.low[name], case.expected[name])
+    assert_accepted(name, as_stored(case.expected[name]), case.expected[name])
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_rejects_just_over_the_bound_and_accepts_just_under(case: Case, name: str) -> None:
+    expected = case.expected[name]
+    for factor, accepted in ((0.99, True), (1.01, False)):
+        x = expected.value + factor * expected.bound
+        assert compare(x, replace(expected, dtype=x.dtype)).accepted is accepted
+
+
+def test_bound_of_out_is_the_rule_spelled_out(case: Case) -> None:
+    """2 max|low - ref| + 4 eps max(P |v|), per head and block of 128 rows, computed anew."""
+    expected = case.expected["out"]
+    given = {"band": CAUSAL, "softmax_scale": SCALE, "dtype": expected.value.dtype}
+    terms, _ = reference.forward(case.q, case.k, np.abs(case.v), **given)
+    eps = np.finfo(case.wide).eps
+    for head in range(2):
+        for rows in (slice(0, 128), slice(128, SEQLEN)):
+            block = (0, rows, head)
+            low_error = np.abs(case.low["out"][block].astype(np.longdouble) - expected.value[block])
+            bound = 2 * low_error.max() + 4 * eps * terms[block].max()
+            np.testing.assert_allclose(
+                np.broadcast_to(expected.bound, expected.value.shape)[block].astype(float),
+                float(bound),
+                rtol=1e-6,
+            )
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_bound_is_a_few_roundings(case: Case, name: str) -> None:
+    """Small against the result's largest value: a rule loosened tenfold fails here."""
+    expected = case.expected[name]
+    magnitude = np.abs(expected.value).max()
+    eps = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+    eps_of_result = eps[np.dtype(case.wide).name if name == "lse" else case.q.dtype.name]
+    roundings = expected.bound.max() / (eps_of_result * magnitude)
+    assert roundings < LARGEST_BOUND[name][case.q.dtype.itemsize > 2]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_rejects_late_rows_times_1_05(case: Case, name: str) -> None:
+    """Causal rows shrink with their number: only a bound per block sees the late ones."""
+    x = as_stored(case.expected[name])
+    late = (slice(None), slice(180, None)) if x.ndim == 4 else (..., slice(180, None))
+    x[late] = (x[late].astype(np.float64) * 1.05).astype(x.dtype)
+    assert compare(x, case.expected[name]).ratio > 1
+
+
+def dropped_key(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Out and lse with key 60 hidden from row 150."""
+    q, k, v = (a.astype(np.float64) for a in (case.q, case.k, case.v))
+    row = q[:, 150:151]
+    keys = np.delete(np.arange(151), 60)
+    return reference.forward(row, k[:, keys], v[:, keys], band=Band(-999, 999), softmax_scale=SCALE)
+
+
+def test_rejects_one_key_dropped_from_one_row(case: Case) -> None:
+    out, lse = (as_stored(case.expected[name]) for name in ("out", "lse"))
+    wrong_out, wrong_lse = dropped_key(case)
+    out[:, 150:151] = wrong_out.astype(out.dtype)
+    lse[:, :, 150:151] = wrong_lse.astype(lse.dtype)
+    assert compare(out, case.expected["out"]).ratio > 1
+    assert compare(lse, case.expected["lse"]).ratio > 10
+
+
+@pytest.mark.parametrize("name", ("dk", "dv"))
+def test_rejects_one_row_dropped_from_one_key(case: Case, name: str) -> None:
+    """The backward's analogue: row 150 gives nothing to key 140."""
+    x = as_stored(case.expected[name]).astype(np.float64)
+    place = {"dk": 1, "dv": 2}[name]
+    row, inputs = slice(150, 151), (case.q, case.k, case.v)
+    q, k, v = (a.astype(np.float64) for a in inputs)
+    given = {"band": Band(-999, 999), "softmax_scale": SCALE}
+    contribution = reference.backward(
+        q[:, row],
+        k[:, :151],
+        v[:, :151],
+        case.dout[:, row],
+        case.dlse[:, :, row],
+        **given,
+    )[place][:, 140]
+    x[:, 140] -= contribution
+    assert compare(x.astype(case.q.dtype), case.expected[name]).ratio > 1
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_rejects_two_heads_swapped(case: Case, name: str) -> None:
+    x = as_stored(case.expected[name])
+    x = x[:, ::-1] if x.ndim == 3 else x[:, :, ::-1]
+    assert compare(x, case.expected[name]).ratio > 10
+
+
+def test_rejects_lse_off_by_1e_3(case: Case) -> None:
+    x = as_stored(case.expected["lse"])
+    assert compare(x + x.dtype.type(1e-3), case.expected["lse"]).ratio > 10
+
+
+def test_rejects_a_gradient_without_dlse(case: Case) -> None:
+    dq, _, _ = reference.backward(
+        case.q, case.k, case.v, case.dout, None, band=CAUSAL, softmax_scale=SCALE
+    )
+    assert compare(dq.astype(case.q.dtype), case.expected["dq"]).ratio > 10
+
+
+def test_non_finite_values_must_be_where_the_reference_has_them() -> None:
+    value = np.ones((1, 3, 1, 2))
+    value[0, 1] = np.nan
+    expected = Expected(value, np.full(value.shape, 0.1), np.dtype(np.float32))
+    assert compare(value.astype(np.float32), expected).accepted
+    for index, wrong in (((0, 1, 0, 0), 0.0), ((0, 1, 0, 0), np.inf), ((0, 2, 0, 1), np.nan)):
+        x = value.astype(np.float32)
+        x[index] = wrong
+        assert compare(x, expected).ratio == np.inf
+    minus = Expected(np.full((1, 1, 2), -np.inf), np.ones((1, 1, 2)), np.dtype(np.float32))
+    assert compare(np.full((1, 1, 2), -np.inf, np.float32), minus).accepted
+    assert not compare(np.full((1, 1, 2), np.inf, np.float32), minus).accepted
+
+
+def test_the_message_names_the_place() -> None:
+    case = Case("float32")
+    out = as_stored(case.expected["out"])
+    out[0, 130, 1, 3] += 1
+    with pytest.raises(AssertionError, match=r"out\[0, 130, 1, 3\].*head 1, rows 128\.\.255"):
+        assert_forward(out, None, case.q, case.k, case.v, band=CAUSAL, softmax_scale=SCALE)

@@ -1,0 +1,168 @@
+"""cuattn.execute without a GPU: what is launched, in which order, with which pointers."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import record
+
+from cuattn import execute
+from cuattn.abi import structs
+from cuattn.abi.template import Template
+from cuattn.planning.device import known_device
+from cuattn.planning.plan import parameters
+from cuattn.planning.select import plan_for
+
+H200 = known_device("sm_90a")
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
+ARRAYS = {name: 256 * (i + 1) for i, name in enumerate((*TENSORS, "lse"))}
+FRESH = 1 << 40
+
+
+class FakeArray:
+    """What execute reads of a CuPy array."""
+
+    def __init__(self, pointer, dtype=np.float32):
+        self.data = SimpleNamespace(ptr=pointer, device_id=0)
+        self.dtype = np.dtype(dtype)
+
+
+class FakeCupy:
+    """What execute asks of CuPy: memory, each time at another address."""
+
+    def __init__(self):
+        self.made = []
+
+    def empty(self, size, dtype):
+        return self._make("empty", size, dtype)
+
+    def zeros(self, size, dtype):
+        return self._make("zeros", size, dtype)
+
+    def _make(self, how, size, dtype):
+        self.made.append((how, size, np.dtype(dtype)))
+        return FakeArray(FRESH + len(self.made), dtype)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches of every call, as (kernel name, grid, pointers); nothing is compiled."""
+    launches = []
+
+    def load(unit, arch, smem_bytes):
+        assert arch == "sm_90a"
+
+        def launch(grid, params):
+            struct = structs.FwdParams if "FwdParams" in unit.text else structs.BwdParams
+            launches.append((unit.name, grid, pointers(struct, params)))
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    monkeypatch.setattr(execute, "load", load)
+    monkeypatch.setattr(execute, "build", lambda units, arch: None)
+    monkeypatch.setattr(execute, "cuda_device", lambda device_id: H200)
+    execute.forget()
+    yield launches
+    execute.forget()
+
+
+def pointers(struct, params):
+    """Every pointer of a packed struct by its template name."""
+    values = np.frombuffer(params.tobytes(), struct.dtype)[0]
+    names = [name for name in struct.dtype.names if name not in ("shape", "softmax_scale")]
+    return {name: int(values[name]["data"] if name in TENSORS else values[name]) for name in names}
+
+
+def run(op, **how):
+    asked = record.problem(op, "float32", **how)
+    arrays = {name: FakeArray(pointer) for name, pointer in ARRAYS.items()}
+    q, k, v, out, lse = (arrays[name] for name in ("q", "k", "v", "out", "lse"))
+    if op == "forward":
+        execute.forward(asked, q, k, v, out, lse)
+    else:
+        gradients = {"d" + n: arrays["d" + n] if n in asked.wrt else None for n in "qkv"}
+        execute.backward(asked, q, k, v, out, lse, arrays["dout"], None, **gradients)
+    return asked
+
+
+def test_a_forward_launches_its_plan_with_every_pointer(launched):
+    asked = run("forward")
+    (planned,) = plan_for(asked, H200).launches
+    ((name, grid, given),) = launched
+    assert (name, grid) == (planned.kernel.name, planned.grid)
+    assert given == {name: ARRAYS[name] for name in ("q", "k", "v", "out", "lse")}
+
+
+def test_a_backward_launches_its_plan_in_order_with_every_pointer(launched):
+    asked = run("backward")
+    planned = plan_for(asked, H200).launches
+    assert [(name, grid) for name, grid, _ in launched] == [
+        (launch.kernel.name, launch.grid) for launch in planned
+    ]
+    for _, _, given in launched:
+        assert given.pop("delta") == FRESH + 1
+        assert given.pop("dlse") == 0
+        assert given == {name: ARRAYS[name] for name in given}
+    rows = asked.batch * asked.num_heads_q * asked.seqlen_q
+    assert sys.modules["cupy"].made == [("empty", rows, np.dtype("float32"))]
+
+
+def test_a_gradient_that_is_not_asked_for_has_no_pointer(launched):
+    run("backward", wrt=("k",))
+    for _, _, given in launched:
+        assert (given["dq"], given["dk"], given["dv"]) == (0, ARRAYS["dk"], 0)
+
+
+def test_a_missing_dout_is_one_zero(launched):
+    asked = record.problem("backward", "float16", out_dtype="float32")
+    half, single = FakeArray(512, np.float16), FakeArray(1024)
+    execute.backward(
+        asked, half, half, half, single, single, None, single, dq=half, dk=half, dv=half
+    )
+    assert ("zeros", 1, np.dtype("float32")) in sys.modules["cupy"].made
+    for _, _, given in launched:
+        assert given["dout"] >= FRESH
+        assert given["dlse"] == 1024
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_an_empty_problem_launches_nothing(launched, op):
+    run(op, shape=(0, 8, 8, 2, 2, 8, 8))
+    assert launched == []
+
+
+def test_every_address_that_execute_gives_has_a_place():
+    """A name that the struct lacked would be a KeyError at the first launch."""
+    for op, struct in (("forward", structs.FwdParams), ("backward", structs.BwdParams)):
+        asked = record.problem(op, "float32")
+        names = set(Template(struct, parameters(asked)).pointers)
+        given = {"q", "k", "v", "out", "lse"}
+        if op == "backward":
+            given |= {"dout", "dlse", "dq", "dk", "dv"}
+            given |= {name for name, _ in plan_for(asked, H200).workspace}
+        assert names == given
+
+
+def test_the_next_call_like_this_one_finds_its_executable(launched):
+    asked = run("forward")
+    assert execute.executable(asked, 0) is execute.executable(asked, 0)
+    assert execute.executable(asked, 0) is not execute.executable(asked, 1)
+
+
+def test_executables_are_bounded(launched, monkeypatch):
+    monkeypatch.setattr(execute, "_MAX_EXECUTABLES", 3)
+    made = [run("forward", shape=(1, 8, 8, 1, 1, 8, dim)) for dim in range(1, 7)]
+    assert len(launched) == 6
+    assert [problem for problem, _ in execute._executables] == made[-3:]  # the oldest went
+
+
+def test_a_unit_names_its_kernel_configuration_and_launch_bounds():
+    spec = plan_for(record.problem("forward", "float32"), H200).launches[0].kernel
+    unit = execute.unit_of(spec)
+    assert unit.name == spec.name
+    assert unit.num_threads == spec.num_threads
+    bounds = f"__launch_bounds__({spec.num_threads}, {spec.min_blocks})"
+    for part in (spec.name, bounds, spec.header, f".smem_bytes = {spec.smem_bytes}"):
+        assert part in unit.text

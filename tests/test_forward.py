@@ -1,0 +1,34 @@
+"""The shared forward suite: every engine against the dense formula, one tolerance rule."""
+
+import numpy as np
+import pytest
+from calls import check_forward
+from compare import assert_forward
+from hypothesis import given, settings
+from strategies import DTYPES, Problem, problems
+
+import cuattn
+
+
+@settings(max_examples=400)
+@given(problem=problems())
+def test_any_problem(engine, problem):
+    check_forward(engine, problem.within(engine.dtypes))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tiles(engine, dtype, causal):
+    align = "bottom_right" if causal else None
+    check_forward(
+        engine, Problem(dtype, "bshd", 1, 515, 390, 1, 2, 64, 64, causal=causal, align=align)
+    )
+
+
+def test_more_heads_than_a_grid_axis_holds(engine):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 65540, 4, 1, 4)).astype(np.float32)
+    out = engine.asnumpy(cuattn.attention(*map(engine.asarray, (q, k, v))))
+    for some in (slice(0, 2), slice(65534, 65540)):
+        few = Problem("float32", "bshd", 2, 4, 4, 1, 1, 4, 4)
+        assert_forward(out[some], None, q[some], k[some], v[some], **few.oracle)

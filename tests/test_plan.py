@@ -1,0 +1,228 @@
+"""cuattn.planning: who takes a problem, with which kernels and grids; a device is plain data."""
+
+import re
+from dataclasses import replace
+
+import needs
+import pytest
+import record
+from strategies import DTYPES
+
+from cuattn.abi.structs import Wrt
+from cuattn.errors import ArgumentError, CompileError, UnsupportedError
+from cuattn.execute import unit_of
+from cuattn.jit.compile import CompileOptions, compile_unit
+from cuattn.planning.device import KNOWN, Device, known_device
+from cuattn.planning.families import FAMILIES, MAX_GRID, SIMT, TF32X3, every_spec, grid
+from cuattn.planning.plan import ITEMSIZE
+from cuattn.planning.schedule import ceil_div
+from cuattn.planning.select import plan_for
+from cuattn.planning.tuning import TILES
+from cuattn.precompile import default_specs
+
+H200 = known_device("sm_90a")
+TESLA_V100 = Device("sm_70", 80, 96 << 10)
+DEVICES = list(KNOWN.values())
+OPS = ("forward", "backward")
+
+#: (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v)
+LARGE = (2, 4096, 4096, 16, 16, 64, 64)
+SMALL = (1, 8, 8, 1, 1, 64, 64)
+
+
+def plan(op="forward", dtype="float32", device=H200, shape=LARGE, **how):
+    return plan_for(record.problem(op, dtype, shape=shape, **how), device)
+
+
+def kernels(of):
+    """The names without their tile."""
+    return [re.sub(r"_m\d+n\d+d\d+", "", launch.kernel.name) for launch in of.launches]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [LARGE, SMALL, (1, 300, 200, 4, 2, 264, 33)])
+def test_every_dtype_has_a_family_on_every_device(op, dtype, device, shape):
+    made = plan(op, dtype, device, shape)
+    assert made.launches
+    for launch in made.launches:
+        assert 0 < launch.grid <= MAX_GRID
+        assert launch.kernel.smem_bytes <= device.smem_per_block
+        assert launch.kernel.num_threads in range(32, 1025, 32)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_what_a_plan_chooses_is_among_what_is_compiled_ahead(device):
+    known, default = set(every_spec(device)), set(default_specs(device))
+    assert default <= known
+    for asked in record.problems():
+        chosen = {launch.kernel for launch in plan_for(asked, device).launches}
+        assert chosen <= known
+        if asked.dtype == asked.out_dtype and asked.wrt in ((), ("q", "k", "v")):
+            assert chosen <= default
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_float32_goes_to_tensor_cores_where_there_are_some(arch):
+    made = plan("forward", "float32", known_device(arch))
+    assert made.family == ("simt" if arch == "sm_75" else "tf32x3")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_plan_says_why_a_family_declined(op):
+    assert plan(op, "float16").refusals == (("tf32x3", "needs float32, got float16"),)
+    reason = "needs sm_80 or later, got sm_75"
+    assert plan(op, "float32", known_device("sm_75")).refusals == (("tf32x3", reason),)
+    assert plan(op, "float32").refusals == ()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_problem_that_nobody_takes_lists_every_refusal(op):
+    with pytest.raises(UnsupportedError) as caught:
+        plan(op, "float32", TESLA_V100)
+    message = str(caught.value)
+    assert message.startswith(f"no kernel family takes this {op} on sm_70: ")
+    for family in FAMILIES:
+        assert f"{family.name}: needs sm_" in message
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_grid_beyond_the_launch_limit_is_refused_by_sentence(op):
+    heads = 2**31 // 16  # seqlen 512 makes at least 16 tiles of 32 rows
+    with pytest.raises(UnsupportedError, match=rf"needs at most {MAX_GRID} blocks, got \d+ in cua"):
+        plan(op, "float32", shape=(heads, 4096, 4096, 1, 1, 64, 64))
+
+
+def test_the_launch_limit_itself_is_taken():
+    tile = TILES["simt", "fwd", "float32"][0]
+    made = plan("forward", "float16", shape=(MAX_GRID, 1, 1, 1, 1, 64, 64))
+    assert made.launches[0].grid == MAX_GRID == grid("fwd", tile, made.problem)
+
+
+@pytest.mark.parametrize(
+    ("wrt", "expected"),
+    [
+        (("q", "k", "v"), ["delta", "q", "kv"]),
+        (("q",), ["delta", "q"]),
+        (("k",), ["delta", "kv"]),
+        (("k", "v"), ["delta", "kv"]),
+    ],
+)
+def test_a_backward_launches_what_it_is_asked_for_and_delta_first(wrt, expected):
+    made = plan("backward", "float32", wrt=wrt)
+    steps = [re.match(r"cuattn_bwd_([a-z]+)", launch.kernel.name)[1] for launch in made.launches]
+    assert steps == expected
+
+
+def test_a_forward_is_one_launch_and_needs_no_workspace():
+    assert kernels(plan("forward", "bfloat16")) == ["cuattn_fwd_simt_bf16"]
+    assert plan("forward").workspace == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_workspace_is_one_number_a_row(dtype):
+    made = plan("backward", dtype)
+    rows = 2 * 16 * 4096
+    assert made.workspace == (("delta", rows),)
+    assert made.workspace_bytes == rows * ITEMSIZE[made.problem.accumulator]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(0, 8, 8, 2, 2, 8, 8), (2, 8, 8, 0, 0, 8, 8)])
+def test_nothing_to_write_is_no_launch(op, shape):
+    assert plan(op, shape=shape).launches == ()
+
+
+def test_without_rows_keys_still_get_their_zeros():
+    made = plan("backward", shape=(2, 0, 8, 2, 2, 8, 8))
+    assert [name.split("_")[2] for name in kernels(made)] == ["kv"]
+    assert kernels(plan("forward", shape=(2, 0, 8, 2, 2, 8, 8))) == []
+
+
+def test_without_keys_rows_still_get_their_zeros():
+    assert len(plan("forward", shape=(2, 8, 0, 2, 2, 8, 8)).launches) == 1
+    made = plan("backward", shape=(2, 8, 0, 2, 2, 8, 8))
+    assert [name.split("_")[2] for name in kernels(made)] == ["delta", "q"]
+
+
+@pytest.mark.parametrize("family", [SIMT, TF32X3], ids=lambda family: family.name)
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_q", "bwd_kv"])
+def test_small_problems_take_small_tiles_and_large_ones_large(family, kernel):
+    """The smallest where no tile gives every SM a block, the largest where all do."""
+    tiles = TILES[family.name, kernel, "float32"]
+    op = "forward" if kernel == "fwd" else "backward"
+    large, small = (record.problem(op, "float32", shape=shape) for shape in (LARGE, SMALL))
+    assert family.choose_tile(kernel, large, H200) == tiles[0]
+    assert family.choose_tile(kernel, small, H200) == tiles[-1]
+
+
+@pytest.mark.parametrize("key", TILES, ids="-".join)
+def test_a_table_of_tiles_goes_from_large_to_small(key):
+    family = {"simt": SIMT, "tf32x3": TF32X3}[key[0]]
+    tiles = TILES[key]
+    areas = [tile.block_m * tile.block_n * tile.block_d for tile in tiles]
+    assert areas == sorted(areas, reverse=True)
+    smallest = min(device.smem_per_block for device in DEVICES)
+    assert family.smem_bytes(key[1], tiles[-1], key[2]) <= smallest
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_names_are_unique_symbols(device):
+    specs = list(every_spec(device))
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len(names) == len(set(specs))
+    assert all(re.fullmatch(r"cuattn_[a-z0-9_]+", name) for name in names)
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL, (3, 129, 65, 6, 3, 100, 200)])
+def test_a_grid_covers_every_row_key_and_head_dim(shape):
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, dim, dim_v = shape
+    owned = {"fwd": (seqlen_q, heads_q, dim_v), "bwd_q": (seqlen_q, heads_q, dim)}
+    owned["bwd_kv"] = (seqlen_k, heads_kv, max(dim, dim_v))
+    for launch in (*plan("forward", shape=shape).launches, *plan("backward", shape=shape).launches):
+        config = dict(launch.kernel.config)
+        if "block_m" not in config:
+            rows = batch * heads_q * seqlen_q  # delta: a warp a row
+            assert launch.grid == ceil_div(rows * 32, launch.kernel.num_threads)
+            continue
+        kernel = re.match(r"cuattn_(fwd|bwd_q|bwd_kv)", launch.kernel.name)[1]
+        length, heads, dims = owned[kernel]
+        own = config["block_n" if kernel == "bwd_kv" else "block_m"]
+        blocks = ceil_div(length, own) * ceil_div(dims, config["block_d"])
+        assert launch.grid == blocks * heads * batch
+
+
+def one_of_each_kernel():
+    """The smallest tile of every kernel, family and accumulator."""
+    for family, kernel, accumulator in TILES:
+        wrt = {"fwd": Wrt(0), "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}[kernel]
+        tile = TILES[family, kernel, accumulator][-1]
+        of = {"simt": SIMT, "tf32x3": TF32X3}[family]
+        yield of.spec(kernel, tile, accumulator, accumulator, wrt)
+
+
+@pytest.mark.parametrize("spec", list(one_of_each_kernel()), ids=lambda spec: spec.name)
+def test_a_kernel_asserts_the_shared_memory_of_its_plan(spec):
+    """A sum that differs does not compile; that ours does is what test_compile shows."""
+    needs.nvrtc()
+    config = dict(spec.config) | {"smem_bytes": spec.smem_bytes + 4}
+    wrong = replace(spec, config=tuple(config.items()), smem_bytes=spec.smem_bytes + 4)
+    with pytest.raises(CompileError, match="the plan and the kernel disagree"):
+        compile_unit(unit_of(wrong), CompileOptions("sm_80"))
+
+
+def test_a_target_is_known_by_its_usual_names():
+    assert known_device("sm_90") == known_device("sm_90a") == H200
+    assert H200.capability == 90
+    assert known_device("sm_121").capability == 121
+
+
+def test_an_unknown_target_lists_the_known_ones():
+    with pytest.raises(ArgumentError, match=r"device: got 'sm_42'; expected one of .*sm_90a"):
+        known_device("sm_42")
+
+
+def test_a_plan_is_plain_data():
+    assert hash(plan()) == hash(plan())
+    assert plan("backward") == plan("backward") != plan("forward")

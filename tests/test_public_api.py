@@ -1,0 +1,126 @@
+"""The public names, their signatures as designed, and docstrings whose examples run."""
+
+import doctest
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import cuattn
+from cuattn.planning.options import Options
+
+FUNCTIONS = [
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "attention_vjp",
+    "explain",
+    "merge_states",
+    "merge_states_vjp",
+]
+
+OPTIONS = (
+    "causal=False, window=None, align=None, q_offset=0, k_offset=0, mask=None, bias=None, "
+    "alibi_slopes=None, softcap=None, sinks=None, score_mod=None, arrays=None, dropout_p=0.0, "
+    "seed=None, softmax_scale=None, layout='bshd', precision=None, out_dtype=None, "
+    "deterministic=None"
+)
+SIGNATURES = {
+    "attention": f"(q, k, v, *, {OPTIONS}, return_lse=False, out=None)",
+    "attention_forward": f"(q, k, v, *, {OPTIONS}, out=None)",
+    "attention_backward": "(res, dout=None, dlse=None, *, wrt=None)",
+    "attention_vjp": f"(q, k, v, *, {OPTIONS}, return_lse=False, out=None)",
+    "explain": f"(q, k, v, *, {OPTIONS}, return_lse=False, out=None, device=None)",
+    "merge_states": "(parts, *, layout='bshd', out_dtype=None)",
+    "merge_states_vjp": "(parts, *, layout='bshd', out_dtype=None)",
+}
+
+
+def bare(function):
+    """The signature without annotations."""
+    signature = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return str(inspect.Signature(parameters))
+
+
+def test_names():
+    expected = {
+        *FUNCTIONS,
+        "ArgumentError",
+        "CompileError",
+        "CuattnError",
+        "DTypeError",
+        "Gradients",
+        "Residuals",
+        "UnsupportedError",
+        "__version__",
+    }
+    assert expected <= set(cuattn.__all__)
+    assert all(hasattr(cuattn, name) for name in cuattn.__all__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    assert bare(getattr(cuattn, name)) == SIGNATURES[name]
+
+
+def test_vjp_signature():
+    import numpy as np
+
+    _, vjp = cuattn.attention_vjp(*[np.ones((1, 1, 1, 1))] * 3)
+    assert bare(vjp) == "(dout, dlse=None, wrt=None)"
+
+
+def test_options_have_one_set_of_defaults():
+    parameters = inspect.signature(cuattn.attention).parameters
+    named = {name: parameters[name].default for name in Options._fields}
+    assert named == Options._field_defaults
+    assert list(parameters) == ["q", "k", "v", *Options._fields, "return_lse", "out"]
+
+
+def test_errors_are_also_the_usual_ones():
+    assert issubclass(cuattn.ArgumentError, ValueError)
+    assert issubclass(cuattn.DTypeError, TypeError)
+    assert issubclass(cuattn.UnsupportedError, NotImplementedError)
+    assert issubclass(cuattn.CompileError, RuntimeError)
+    error = cuattn.CompileError("it failed", kernel_name="cuattn_fwd", log="line 1")
+    assert (error.kernel_name, error.log) == ("cuattn_fwd", "line 1")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_has_every_section_in_order(name):
+    text = getattr(cuattn, name).__doc__
+    sections = ["Parameters", "Returns", "Raises", "References", "Examples"]
+    places = [text.index(f"    {section}\n    {'-' * len(section)}\n") for section in sections]
+    assert places == sorted(places)
+    assert "shape (" in text or "(batch, " in text or "shape and dtype" in text or "As in" in text
+
+
+def test_docstring_of_attention_names_every_parameter():
+    text = cuattn.attention.__doc__
+    for name in inspect.signature(cuattn.attention).parameters:
+        assert name in text
+
+
+@pytest.mark.parametrize("module", ["cuattn.attention", "cuattn.explain", "cuattn.states"])
+def test_examples_run(module):
+    __import__(module)
+    results = doctest.testmod(sys.modules[module])
+    assert results.attempted
+    assert not results.failed
+
+
+def test_import_needs_neither_cupy_nor_a_gpu():
+    program = (
+        "import sys; sys.modules['cupy'] = None\n"
+        "import numpy, cuattn\n"
+        "q = numpy.ones((1, 2, 1, 4))\n"
+        "out, vjp = cuattn.attention_vjp(q, q, q)\n"
+        "vjp(out)\n"
+        "assert not [name for name in sys.modules if name.startswith('cupy') and name != 'cupy']\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
