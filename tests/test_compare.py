@@ -9,7 +9,13 @@ import pytest
 from compare import as_stored, assert_accepted, assert_forward
 
 from cuattn.cpu import reference
-from cuattn.cpu.tolerance import Expected, compare, expected_backward, expected_forward
+from cuattn.cpu.tolerance import (
+    Expected,
+    compare,
+    expected_backward,
+    expected_forward,
+    in_order,
+)
 from cuattn.planning.problem import Band
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -87,6 +93,16 @@ def test_bound_of_out_is_the_rule_spelled_out(case: Case) -> None:
                 float(bound),
                 rtol=1e-6,
             )
+
+
+def test_sums_rounded_towards_zero_double_eps_and_nothing_else(case: Case) -> None:
+    given = {"band": CAUSAL, "softmax_scale": SCALE}
+    usual = expected_forward(case.q, case.k, case.v, **given)[0].bound
+    to_zero = expected_forward(case.q, case.k, case.v, **given, rounds_to_zero=True)[0].bound
+    low_error = 2 * usual - to_zero
+    assert (low_error >= 0).all()
+    assert (to_zero > usual).all()
+    assert (to_zero <= 2 * usual).all()
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -38,7 +38,7 @@ def no_compiler(monkeypatch):
     """A machine without NVRTC."""
 
     def missing():
-        raise CompileError("NVRTC: does not load (for a test); install it")
+        raise CompileError("NVRTC: does not load; install it")
 
     monkeypatch.setattr("cuattn.jit.cache.nvrtc_version", missing)
 
@@ -61,9 +61,8 @@ def test_kernels_of_a_target_are_explained_without_a_gpu():
     assert lines(forward, "kernel") == ["cuattn_fwd_tf32x3_f32_m32n32d64"]
     assert [name.split("_")[2] for name in lines(backward, "kernel")] == ["delta", "q", "kv"]
     assert "32 queries x 32 keys x 64 dims, 4 blocks of 64 threads" in forward
-    assert (
-        len(re.findall(r"of shared memory a block, \d+ registers a thread, no spills", text)) == 4
-    )
+    uses = r"of shared memory a block, \d+ registers a thread, no spills"
+    assert len(re.findall(uses, text)) == 4
 
 
 def test_the_text_is_the_same_every_time():
@@ -81,9 +80,7 @@ def test_the_reasons_of_families_before_are_given(no_compiler):
 
 def test_without_a_compiler_everything_but_registers_is_said(no_compiler):
     text = cuattn.explain(*arrays(), device="sm_90a")
-    assert (
-        lines(text, "registers") == ["not known: NVRTC: does not load (for a test); install it"] * 2
-    )
+    assert lines(text, "registers") == ["not known: NVRTC: does not load; install it"] * 2
     assert "registers a thread" not in text
     assert len(lines(text, "kernel")) == 4
 

@@ -2,14 +2,18 @@
 
 Prints, for 8 heads of dimension 64: seconds of the engine and of the formula, their ratio, the
 16-bit dtypes against float32, peak memory beyond inputs and outputs, many tiny heads, and torch
-where it is importable. The formula goes head by head, in place; its backward is given twice, with
-P kept from the forward (memory N x N per head) and with P computed again, as the engine must.
-Every ratio is of medians of runs that alternate, so that a machine's mood strikes both alike.
+where it is importable. The formula goes head by head over contiguous arrays and is given twice: as
+one writes it in NumPy, and with every step in place. Its backward starts from what ours starts
+from, (q, k, v, out, lse, dout), and computes P again; the time with P kept from the forward, which
+is N x N memory per head, stands beside it.
+Everything that is compared takes turns, so that a machine's mood strikes all alike; ratios are
+medians of the rounds' own ratios.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -25,7 +29,7 @@ from cuattn.cpu import tiled
 from cuattn.planning.problem import AttentionProblem, Band, Layouts
 
 Array = NDArray[Any]
-HEADS, HEAD_DIM, REPEATS = 8, 64, 3
+HEADS, HEAD_DIM, REPEATS = 8, 64, 5
 
 
 def problem_of(q: Array, k: Array, v: Array, *, causal: bool, wrt: tuple[str, ...] = ()) -> Any:
@@ -82,38 +86,63 @@ class Engine:
         )
 
 
-def formula_forward(q: Array, k: Array, v: Array, hidden: Array | None) -> tuple[Array, Array]:
-    """P and out of one head with every score in memory."""
-    P = q @ k.T
-    P *= P.dtype.type(q.shape[1] ** -0.5)
-    if hidden is not None:
-        np.copyto(P, -np.inf, where=hidden)
-    P -= P.max(axis=1, keepdims=True)
-    np.exp(P, out=P)
-    P /= P.sum(axis=1, keepdims=True)
-    return P, P @ v
+def probabilities(q: Array, k: Array, visible: Array | None, lse: Array | None) -> Array:
+    """P of one head, from lse where it is known."""
+    S = q @ k.T * q.shape[1] ** -0.5
+    if visible is not None:
+        S = np.where(visible, S, -np.inf)
+    if lse is not None:
+        return np.exp(S - lse[:, None])
+    P = np.exp(S - S.max(axis=1, keepdims=True))
+    return P / P.sum(axis=1, keepdims=True)
 
 
-def formula_backward(
+def gradients(
     q: Array, k: Array, v: Array, P: Array, out: Array, dout: Array
 ) -> tuple[Array, Array, Array]:
-    """dq, dk, dv of one head from the P that its forward kept."""
-    scale = P.dtype.type(q.shape[1] ** -0.5)
+    """dq, dk, dv of one head from its P."""
+    scale = q.shape[1] ** -0.5
+    dS = P * (dout @ v.T - (dout * out).sum(axis=1, keepdims=True))
+    return scale * (dS @ k), scale * (dS.T @ q), P.T @ dout
+
+
+def probabilities_in_place(
+    q: Array, k: Array, visible: Array | None, lse: Array | None
+) -> tuple[Array, Array | None]:
+    """P of one head in one N x N array; without lse not normalised, and the row sums."""
+    P = (q * q.dtype.type(q.shape[1] ** -0.5)) @ k.T
+    if visible is not None:
+        np.copyto(P, -np.inf, where=~visible)
+    P -= P.max(axis=1, keepdims=True) if lse is None else lse[:, None]
+    np.exp(P, out=P)
+    return P, P.sum(axis=1, keepdims=True) if lse is None else None
+
+
+def gradients_in_place(
+    q: Array, k: Array, v: Array, P: Array, out: Array, dout: Array
+) -> tuple[Array, Array, Array]:
+    """As ``gradients``, in one further N x N array."""
+    scale = q.dtype.type(q.shape[1] ** -0.5)
     dS = dout @ v.T
     dS -= (dout * out).sum(axis=1, keepdims=True)
     dS *= P
     return scale * (dS @ k), scale * (dS.T @ q), P.T @ dout
 
 
-def medians(*functions: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Median seconds of each function; they take turns."""
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for function, its_times in zip(functions, times, strict=True):
+def in_turns(*functions: Callable[[], object], repeats: int = REPEATS) -> NDArray[np.float64]:
+    """Seconds, shape (repeats, functions)."""
+    seconds = np.empty((repeats, len(functions)))
+    for row in seconds:
+        for index, function in enumerate(functions):
             begin = time.perf_counter()
             function()
-            its_times.append(time.perf_counter() - begin)
-    return [statistics.median(its_times) for its_times in times]
+            row[index] = time.perf_counter() - begin
+    return seconds
+
+
+def medians(*functions: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Median seconds of each function; they take turns."""
+    return [statistics.median(column) for column in in_turns(*functions, repeats=repeats).T]
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -134,28 +163,44 @@ def random_arrays(count: int, shape: tuple[int, ...], dtype: str) -> list[Array]
 
 def compare_with_formula(seqlen: int, *, causal: bool) -> None:
     """Our seconds, the formula's (one head, times HEADS), their ratio; float32."""
-    q, k, v, dout = random_arrays(4, (1, seqlen, HEADS, HEAD_DIM), "float32")
-    engine = Engine(q, k, v, dout, causal=causal)
-    q0, k0, v0, dout0 = (np.ascontiguousarray(a[0, :, 0]) for a in (q, k, v, dout))
-    hidden = ~np.tri(seqlen, dtype=bool) if causal else None
-    P, out = formula_forward(q0, k0, v0, hidden)
-    ours, ours_backward, formula, formula_bwd = medians(
+    arrays = random_arrays(4, (1, seqlen, HEADS, HEAD_DIM), "float32")
+    engine = Engine(*arrays, causal=causal)
+    engine.forward()
+    q, k, v, dout, out = (np.ascontiguousarray(a[0, :, 0]) for a in (*arrays, engine.out))
+    lse = engine.lse[0, 0]
+    visible = np.tri(seqlen, dtype=bool) if causal else None
+
+    def in_place() -> Array:
+        P, l = probabilities_in_place(q, k, visible, None)  # noqa: E741
+        return (P @ v) / l
+
+    P = probabilities(q, k, visible, lse)
+    ours, ours_bwd, *formulas = in_turns(
         engine.forward,
         engine.backward,
-        lambda: formula_forward(q0, k0, v0, hidden),
-        lambda: formula_backward(q0, k0, v0, P, out, dout0),
+        lambda: probabilities(q, k, visible, None) @ v,
+        in_place,
+        lambda: gradients(q, k, v, probabilities(q, k, visible, lse), out, dout),
+        lambda: gradients_in_place(
+            q, k, v, probabilities_in_place(q, k, visible, lse)[0], out, dout
+        ),
+        lambda: gradients(q, k, v, P, out, dout),
+        lambda: gradients_in_place(q, k, v, P, out, dout),
+    ).T
+    rows = (
+        ("forward", ours),
+        ("forward, formula in place", ours),
+        ("backward", ours_bwd),
+        ("backward, formula in place", ours_bwd),
+        ("backward, P kept", ours_bwd),
+        ("backward, P kept, in place", ours_bwd),
     )
     name = "causal" if causal else "full"
-    rows = (
-        ("forward", ours, formula),
-        ("backward, P kept", ours_backward, formula_bwd),
-        ("backward, P again", ours_backward, formula + formula_bwd),
-    )
-    for what, our_seconds, head_seconds in rows:
+    for (what, our_seconds), head_seconds in zip(rows, formulas, strict=True):
         theirs = HEADS * head_seconds
         print(
-            f"float32   {name:7}{what:18} {our_seconds:7.3f} s   formula {theirs:7.3f} s   "
-            f"{theirs / our_seconds:5.2f} x"
+            f"float32   {name:7}{what:27} {np.median(our_seconds):7.3f} s   formula "
+            f"{np.median(theirs):7.3f} s   {np.median(theirs / our_seconds):5.2f} x"
         )
 
 
@@ -214,12 +259,14 @@ def compare_with_torch(seqlen: int) -> None:
 def main(seqlen: int) -> None:
     """Print every bar."""
     print(f"seqlen {seqlen}, {HEADS} heads, head_dim {HEAD_DIM}, NumPy {np.__version__}")
+    print("load averages before:", *(f"{load:.1f}" for load in os.getloadavg()))
     for causal in (True, False):
         compare_with_formula(seqlen, causal=causal)
     compare_dtypes(seqlen)
     many_tiny_heads()
     if importlib.util.find_spec("torch"):
         compare_with_torch(seqlen)
+    print("load averages after:", *(f"{load:.1f}" for load in os.getloadavg()))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ exponentials, which BLAS does not do, need the cores as much as the products do.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +30,12 @@ Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 #: Largest tile, queries by keys: NumPy calls are dear below this, caches small above.
 BLOCK_M, BLOCK_N = 256, 480
 #: What batches in flight may hold beyond inputs and outputs, when there is a choice.
-WORKING_BYTES = 40 << 20
+WORKING_BYTES = 48 << 20
 #: OpenBLAS multiplies on one thread below twice 2^18 multiplications (its interface/gemm.c).
 PIECE_MULTIPLICATIONS = 2**19 - 1
-#: With fewer batches than this, the tiles inside each batch are spread over the cores instead. It
-#: does not depend on the number of cores, so that the order of every sum does not.
-ENOUGH_BATCHES = 8
+#: With fewer batches than this, each is also cut into parts that are spread over the cores. Neither
+#: number depends on the number of cores, so that the order of every sum does not.
+ENOUGH_BATCHES, PARTS = 8, 4
 #: Below this much work (multiplications), starting threads costs more than it saves.
 THREADED_WORK = 1 << 24
 
@@ -167,32 +168,29 @@ def run(
     """Call ``work(heads, mapper, num_parts)`` for every batch of heads, using the cores.
 
     With many batches that fit memory together each is one task, and work runs in one part.
-    Otherwise they go one by one, each cut into num_parts parts that ``mapper`` spreads; a part may
-    hold a quarter of a batch (its own dQ). Which of the two depends on the problem alone.
+    Otherwise each is cut into parts that ``mapper`` spreads, and the next batches begin while the
+    last parts run. Which of the two depends on the problem alone.
     """
     batches, batch_bytes = split(problem, visible)
-    at_once = WORKING_BYTES // batch_bytes
-    many = len(batches) >= ENOUGH_BATCHES and at_once >= ENOUGH_BATCHES
-    num_parts = 1 if many else max(2, min(ENOUGH_BATCHES, 4 * at_once))
+    many = min(len(batches), WORKING_BYTES // batch_bytes) >= ENOUGH_BATCHES
+    num_parts = 1 if many else PARTS
+    if not many:
+        batch_bytes += PARTS * batch_bytes // 8  # of what a backward keeps, dQ is an eighth
+    at_once = max(1, WORKING_BYTES // batch_bytes)
     pairs = visible.schedule.num_tiles() * visible.schedule.block_m * visible.schedule.block_n
     heads = problem.batch * problem.num_heads_q
     multiplications = pairs * heads * (problem.head_dim + problem.head_dim_v)
-    workers = min(_num_cores(), at_once if many else num_parts)
+    num_cores = _num_cores()
 
-    def run_batch(mapper: Mapper, heads: Heads) -> None:
-        work(heads, mapper, num_parts)
-
-    if workers == 1 or multiplications < THREADED_WORK:
+    if num_cores == 1 or multiplications < THREADED_WORK:
         for heads_batch in batches:
-            run_batch(map, heads_batch)
+            work(heads_batch, map, num_parts)
         return
-    with ThreadPoolExecutor(workers) as pool:
-        if many:
-            for _ in pool.map(lambda heads_batch: run_batch(map, heads_batch), batches):
-                pass
-        else:
-            for heads_batch in batches:
-                run_batch(pool.map, heads_batch)
+    in_flight = min(len(batches), at_once, num_cores)
+    with ThreadPoolExecutor(in_flight) as batch_pool, ThreadPoolExecutor(num_cores) as part_pool:
+        mapper: Mapper = map if many else part_pool.map
+        for _ in batch_pool.map(lambda heads_batch: work(heads_batch, mapper, num_parts), batches):
+            pass
 
 
 def _num_cores() -> int:
@@ -237,15 +235,13 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 def _piece(rows: int, terms: int, columns: int) -> tuple[int, int, int]:
     """Halve the longest side until OpenBLAS takes one thread: near-cubes cost it least packing.
 
-    Terms are halved last, for their pieces have to be added up. Rows alone may leave a rest.
+    Terms count half, for their pieces have to be added up. Rows alone may leave a rest.
     """
-    while rows * terms * columns > PIECE_MULTIPLICATIONS:
-        if terms % 2 == 0 and terms > 2 * max(rows, columns):
-            terms //= 2
-        elif rows % 2 == 0 and (rows >= columns or columns % 2):
-            rows //= 2
-        elif columns % 2 == 0:
-            columns //= 2
-        else:
-            return max(1, min(rows, PIECE_MULTIPLICATIONS // (terms * columns))), terms, columns
-    return rows, terms, columns
+    sides, reluctance = [rows, terms, columns], (1, 2, 1)
+    while math.prod(sides) > PIECE_MULTIPLICATIONS:
+        even = [side for side in range(3) if sides[side] % 2 == 0]
+        if not even:
+            sides[0] = max(1, min(sides[0], PIECE_MULTIPLICATIONS // (sides[1] * sides[2])))
+            break
+        sides[max(even, key=lambda side: sides[side] / reluctance[side])] //= 2
+    return sides[0], sides[1], sides[2]

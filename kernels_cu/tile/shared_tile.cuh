@@ -72,7 +72,8 @@ CUATTN_DEVICE void load_vectors(SharedTile<T, kRows, kCols, kPadding> tile,
   static_assert(kThreads % kPerRow == 0 && kRows % kRowStep == 0, "a thread keeps its column");
   constexpr int kPasses = kRows / kRowStep;
   constexpr int kTogether = min<int>(kVector, 16 / sizeof(T));
-  constexpr int kMost = 64 / int(kVector * sizeof(T));  // so many loads before the first is used
+  // So many bytes under way before the first is used; single elements are the rare case, and code.
+  constexpr int kMost = (kVector == 1 ? 32 : 64) / int(kVector * sizeof(T));
   constexpr int kInFlight = min(kPasses, kMost);
 
   const int first_row = threadIdx.x / kPerRow, col = threadIdx.x % kPerRow * kVector;

@@ -1,0 +1,52 @@
+"""A few small launches of every family, to be run under compute-sanitizer.
+
+    for tool in memcheck racecheck synccheck initcheck; do
+      PYTHONPATH=.:tests compute-sanitizer --tool $tool --error-exitcode 1 \
+        python tests/small_launches.py
+    done
+
+Without CuPy's pool, so that an access past an array's end meets memory that is not there; with
+sizes that end inside tiles, several chunks of head dims, groups of heads and empty rows.
+"""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+from strategies import Problem
+
+import cuattn
+from cuattn import execute
+from cuattn.planning import select
+from cuattn.planning.families import FAMILIES
+
+PROBLEMS = (
+    Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
+    Problem("float32", "bhsd", 2, 130, 140, 2, 1, 64, 64),
+    Problem("float32", "bshd", 1, 20, 37, 1, 1, 130, 70, causal=True, align="top_left"),
+    Problem("float32", "bshd", 1, 600, 600, 8, 2, 64, 64, causal=True),
+    Problem("float16", "bshd", 1, 140, 150, 1, 2, 64, 40, out_dtype="float32"),
+    Problem("bfloat16", "bshd", 1, 65, 33, 2, 1, 7, 3, causal=True, align="bottom_right"),
+    Problem("float64", "bshd", 1, 70, 90, 1, 2, 40, 72),
+)
+
+
+def main() -> None:
+    """Run every problem, forward and backward, on every family that takes its dtype."""
+    cupy.cuda.set_allocator(None)
+    for family in FAMILIES:
+        select.FAMILIES = (family,)
+        execute.forget()
+        for problem in PROBLEMS:
+            if problem.dtype not in family.dtypes:
+                continue
+            arrays = (cupy.asarray(np.ascontiguousarray(array)) for array in problem.arrays())
+            out, residuals = cuattn.attention_forward(*arrays, **problem.options)
+            dlse = cupy.ones_like(residuals.lse)
+            cuattn.attention_backward(residuals, cupy.ones_like(out), dlse)
+            cupy.cuda.get_current_stream().synchronize()
+            print(family.name, problem.dtype, "ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()
