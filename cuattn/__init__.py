@@ -4,8 +4,6 @@ Importing this package touches no GPU and needs no CuPy.
 """
 
 from cuattn.attention import (
-    Gradients,
-    Residuals,
     attention,
     attention_backward,
     attention_forward,
@@ -19,6 +17,7 @@ from cuattn.errors import (
     UnsupportedError,
 )
 from cuattn.explain import explain
+from cuattn.residuals import Gradients, Residuals
 from cuattn.states import merge_states, merge_states_vjp
 
 __version__ = "0.1.0"

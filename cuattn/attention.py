@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,47 +18,9 @@ from cuattn._typing import Array
 from cuattn.errors import DTypeError, explain_argument
 from cuattn.planning.options import NOT_GIVEN, Options
 from cuattn.planning.validate import ForwardCall, backward_problem, forward_call, names_in
+from cuattn.residuals import Gradients, Residuals
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Residuals:
-    """What a backward needs of its forward: references, not copies.
-
-    Do not change any of these arrays in place before the backward: it would differentiate
-    another function, silently.
-
-    Attributes
-    ----------
-    q, k, v : array
-        The inputs, as they were given.
-    out : array
-        The result.
-    lse : array, shape (batch, heads_q, seqlen_q) less the axes left out
-        Natural log of the sum of exponentials of every row.
-    call : ForwardCall
-        The checked call.
-    """
-
-    q: Array = field(repr=False)
-    k: Array = field(repr=False)
-    v: Array = field(repr=False)
-    out: Array = field(repr=False)
-    lse: Array = field(repr=False)
-    call: ForwardCall
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Gradients:
-    """Gradients by argument, each with its input's shape and dtype; None where not asked."""
-
-    dq: Array | None = None
-    dk: Array | None = None
-    dv: Array | None = None
-    dbias: Array | None = None
-    dalibi_slopes: Array | None = None
-    dsinks: Array | None = None
 
 
 def prepare(

@@ -17,8 +17,9 @@ from cuattn._typing import Array
 from cuattn.abi import structs
 from cuattn.abi.template import Template
 from cuattn.cpu import tiled
-from cuattn.jit.compile import arch_for_device
-from cuattn.jit.launch import Kernel, build, load
+from cuattn.jit.cache import build
+from cuattn.jit.compile import CompileOptions, arch_for_device, debugging
+from cuattn.jit.launch import Kernel, load
 from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
 from cuattn.planning.plan import KernelSpec, Plan, parameters
@@ -60,7 +61,8 @@ class Executable:
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
         self._template = Template(struct, parameters(plan.problem))
         units = [unit_of(launch.kernel) for launch in plan.launches]
-        build(units, plan.device.arch)
+        for _ in build(units, CompileOptions(plan.device.arch, lineinfo=debugging())):
+            pass  # all of a plan side by side, before `load` asks for each
         self._launches: list[tuple[Kernel, int]] = [
             (load(unit, plan.device.arch, launch.kernel.smem_bytes), launch.grid)
             for unit, launch in zip(units, plan.launches, strict=True)

@@ -1,19 +1,13 @@
-"""Many kernels compiled at once, through the cache: for ``cuattn compile``, ``check``, ``explain``.
-
-NVRTC works without the interpreter's lock and is safe to call from threads, so each core builds.
-"""
+"""Many kernels compiled at once, through the cache: what ``compile`` and ``check`` do first."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from cuattn.abi.structs import Wrt
 from cuattn.execute import unit_of
-from cuattn.jit.cache import default_cache
+from cuattn.jit import cache
 from cuattn.jit.compile import Compiled, CompileOptions, debugging
 from cuattn.planning.device import Device
 from cuattn.planning.families import every_spec
@@ -49,16 +43,7 @@ def build(specs: Iterable[KernelSpec], arch: str, jobs: int | None = None) -> It
     CompileError
         NVRTC is missing or refuses a kernel; kernels that wait are given up.
     """
-    options, cache = CompileOptions(arch, lineinfo=debugging()), default_cache()
-
-    def one(spec: KernelSpec) -> Built:
-        begin = time.perf_counter()
-        compiled = cache.get(unit_of(spec), options).compiled
-        return Built(spec, compiled, time.perf_counter() - begin)
-
-    pool = ThreadPoolExecutor(jobs or os.cpu_count())
-    try:
-        for done in as_completed([pool.submit(one, spec) for spec in dict.fromkeys(specs)]):
-            yield done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    wanted = {spec.name: spec for spec in specs}
+    options = CompileOptions(arch, lineinfo=debugging())
+    for unit, entry, seconds in cache.build(map(unit_of, wanted.values()), options, jobs):
+        yield Built(wanted[unit.name], entry.compiled, seconds)

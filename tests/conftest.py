@@ -10,7 +10,6 @@ import compare
 import hypothesis
 import numpy as np
 import pytest
-
 import record
 from strategies import DTYPES
 

@@ -61,7 +61,7 @@ def launched(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
     monkeypatch.setattr(execute, "load", load)
-    monkeypatch.setattr(execute, "build", lambda units, arch: None)
+    monkeypatch.setattr(execute, "build", lambda units, options: ())
     monkeypatch.setattr(execute, "cuda_device", lambda device_id: H200)
     execute.forget()
     yield launches

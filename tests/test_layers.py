@@ -22,13 +22,14 @@ IMPORTS = {
     "jit": ("errors", "abi"),
     "cpu": ("errors", "_typing", "states", "planning"),
     "execute": ("errors", "_typing", "_arrays", "abi", "planning", "jit", "cpu"),
-    "attention": ("errors", "_typing", "_arrays", "planning", "execute"),
+    "residuals": ("_typing", "planning"),
+    "attention": ("errors", "_typing", "_arrays", "planning", "execute", "residuals"),
     "precompile": ("abi", "planning", "jit", "execute"),
     "explain": (
         *("errors", "_typing", "_arrays", "planning"),
         *("cpu", "execute", "attention", "precompile"),
     ),
-    "__init__": ("errors", "states", "attention", "explain"),
+    "__init__": ("errors", "states", "residuals", "attention", "explain"),
 }
 #: The tools, each on top of everything before it.
 for tool in ("check", "bench", "__main__"):

@@ -1,1 +1,1 @@
-"""The dense definition of correctness, and the tiled CPU engine that is the model of every kernel."""
+"""The dense definition of correctness, and the tiled CPU engine, the model of every kernel."""

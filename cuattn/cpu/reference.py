@@ -118,9 +118,7 @@ def forward(
     lse = np.full((batch, num_heads_q, seqlen_q), -np.inf, q.dtype)
     for b in range(batch):
         for h, h_kv in query_heads(num_heads_q, num_heads_kv):
-            P, lse[b, h] = softmax_rows(
-                q[b, :, h], k[b, :, h_kv], visible, softmax_scale, product
-            )
+            P, lse[b, h] = softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale, product)
             out[b, :, h] = visible_product(_rounded(P, operand_dtype), v[b, :, h_kv], visible)
     return out, lse
 

@@ -8,8 +8,9 @@ ref   the dense formula in float64 (longdouble for float64 inputs)
 low   the dense formula as a good kernel rounds it: q k^T, softmax and every sum in the accumulator
       dtype, sums over head dims in their order as a thread takes them (a library's many partial
       sums are more exact than any kernel's), P and dS rounded to the inputs' dtype, the result
-      rounded once to its own dtype; its backward reads the same stored, rounded out as the one that is judged, so |low - ref|
-      splits into low's own part (twice) and the part that the stored out brings along (once)
+      rounded once to its own dtype; its backward reads the same stored, rounded out as the one
+      that is judged, so |low - ref| splits into low's own part (twice) and the part that the
+      stored out brings along (once)
 eps   of the accumulator dtype; twice that where sums are rounded towards zero, as tensor cores
       round them: there the error of one addition is a whole unit in the last place, not half
 terms what the result is a sum of, in magnitude. out: |P| |v|. dv: |P|^T |dout|. dq, dk:

@@ -19,8 +19,10 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -248,3 +250,30 @@ def _cache_in(directory: Path | None) -> KernelCache:
 def default_cache() -> KernelCache:
     """Return this process' cache for the folder that the environment names now."""
     return _cache_in(default_directory())
+
+
+def build(
+    units: Iterable[Unit], options: CompileOptions, jobs: int | None = None
+) -> Iterator[tuple[Unit, Entry, float]]:
+    """Build what the default cache lacks and give every unit as it is ready, with the seconds.
+
+    NVRTC works without the interpreter's lock and may be called from threads: a core for each unit.
+
+    Raises
+    ------
+    CompileError
+        NVRTC is missing or refuses a unit; units that wait are given up.
+    """
+    cache = default_cache()
+
+    def one(unit: Unit) -> tuple[Unit, Entry, float]:
+        begin = time.perf_counter()
+        entry = cache.get(unit, options)
+        return unit, entry, time.perf_counter() - begin
+
+    pool = ThreadPoolExecutor(jobs or os.cpu_count())
+    try:
+        for done in as_completed([pool.submit(one, unit) for unit in units]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

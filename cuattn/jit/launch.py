@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,22 +87,6 @@ class Kernel:
             import cupy
 
             cupy.cuda.get_current_stream().synchronize()
-
-
-def build(units: Sequence[Unit], arch: str) -> None:
-    """Compile units side by side, so that ``load`` finds them: NVRTC takes a core for each.
-
-    Raises
-    ------
-    CompileError
-        NVRTC is missing or refuses a unit.
-    """
-    options = CompileOptions(arch, lineinfo=debugging())
-    if len(units) < 2:
-        return
-    with ThreadPoolExecutor(len(units)) as pool:
-        for entry in [pool.submit(default_cache().get, unit, options) for unit in units]:
-            entry.result()
 
 
 _kernels: dict[tuple[int, str, int], Kernel] = {}

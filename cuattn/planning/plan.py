@@ -1,4 +1,4 @@
-"""The answer: which kernels run, in which order, over which grid. Pure data, nothing is compiled."""
+"""The answer: which kernels run, in which order, over which grid. Pure data."""
 
 from __future__ import annotations
 

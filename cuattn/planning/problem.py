@@ -10,6 +10,7 @@ from cuattn._typing import ACCUMULATOR
 Op = Literal["forward", "backward"]
 Strides = tuple[int, int, int, int]
 
+
 @dataclass(frozen=True, slots=True)
 class Band:
     """Which keys a row sees, in the range form: key j and row i with ``lower <= j - i <= upper``.

@@ -88,21 +88,23 @@ class RangeSchedule:
 
     def key_tiles(self, m_block: int) -> Iterator[tuple[int, TileKind]]:
         """Key tiles that a query tile visits, in the order of the forward loop."""
-        begin, end = self.key_range(m_block)
-        last = ceil_div(end, self.block_n) if end > begin else 0
-        for n_block in range(begin // self.block_n, last):
+        for n_block in self._blocks(self.key_range(m_block), self.block_n):
             yield n_block, self.kind(m_block, n_block)
 
     def query_tiles(self, n_block: int) -> Iterator[tuple[int, TileKind]]:
         """The transpose: query tiles that a key tile visits, in the order of the backward loop."""
-        begin, end = self.row_range(n_block)
-        last = ceil_div(end, self.block_m) if end > begin else 0
-        for m_block in range(begin // self.block_m, last):
+        for m_block in self._blocks(self.row_range(n_block), self.block_m):
             yield m_block, self.kind(m_block, n_block)
+
+    @staticmethod
+    def _blocks(span: tuple[int, int], block: int) -> range:
+        begin, end = span
+        return range(begin // block, ceil_div(end, block)) if end > begin else range(0)
 
     def num_tiles(self) -> int:
         """Tiles visited in all: the work of one head in units of block_m x block_n."""
-        return sum(1 for m in range(self.num_m_blocks) for _ in self.key_tiles(m))
+        spans = map(self.key_range, range(self.num_m_blocks))
+        return sum(len(self._blocks(span, self.block_n)) for span in spans)
 
 
 def num_visible(problem: AttentionProblem) -> int:

@@ -2,9 +2,9 @@
 
 Rows are tried from the top: see ``families.choose_tile``. TFLOP/s count the products that a kernel
 does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC 13.0, batch 1, 8 heads,
-seqlen 4096, head_dim 64, full, 2026-11-29. Of the first tile of a row the kernels as they are, of the
-shapes that lost the kernels of the day they lost; a row without a number serves devices with less
-shared memory, and problems with too few tiles for the device.
+seqlen 4096, head_dim 64, full, 2026-11-29. First tiles were measured with the kernels as they are,
+shapes that lost with the kernels of the day they lost. A row without a number serves devices with
+less shared memory, and problems with too few tiles for the device.
 """
 
 from __future__ import annotations
