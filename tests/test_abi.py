@@ -146,7 +146,7 @@ def read_literal(text: str):
     text = re.sub(r"\b(\w+)::k(\w+)", r"\1.\2", text)
     text = re.sub(r"\bkWrt(\w+)", r"Wrt.\1", text)
     text = re.sub(r"(?<=[\d.])f\b", "", text)
-    return eval(text, {"DType": structs.DType, "Wrt": structs.Wrt})
+    return eval(text, {name: getattr(structs, name) for name in ("DType", "Product", "Wrt")})
 
 
 @given(values_of(Awkward))
