@@ -40,15 +40,15 @@ def prepare(
 
 
 def _forward(
-    q: Array, k: Array, v: Array, out: Array | None, options: tuple[Any, ...]
-) -> tuple[Array, Array, ForwardCall]:
+    q: Array, k: Array, v: Array, out: Array | None, options: tuple[Any, ...], *, keep_lse: bool
+) -> tuple[Array, Array | None, ForwardCall]:
     call = prepare(q, k, v, out, options)
     view = call.layout.view
     with on_device(call.device):
         if out is None:
             out = empty(call.device, call.out_shape, call.out_dtype)
-        lse = empty(call.device, call.lse_shape, call.lse_dtype)
-        lse_view = call.layout.lse_view(lse)
+        lse = empty(call.device, call.lse_shape, call.lse_dtype) if keep_lse else None
+        lse_view = None if lse is None else call.layout.lse_view(lse)
         execute.forward(call.problem, view(q), view(k), view(v), view(out), lse_view)
     return out, lse, call
 
@@ -176,7 +176,7 @@ def attention(
         out_dtype,
         deterministic,
     )
-    out, lse, _ = _forward(q, k, v, out, options)
+    out, lse, _ = _forward(q, k, v, out, options, keep_lse=bool(return_lse))
     return (out, lse) if return_lse else out
 
 
@@ -231,7 +231,7 @@ def attention_forward(
     >>> residuals.lse.shape
     (1, 1, 3)
     """
-    out, lse, call = _forward(q, k, v, out, Options(**options))
+    out, lse, call = _forward(q, k, v, out, Options(**options), keep_lse=True)
     return out, Residuals(q, k, v, out, lse, call)
 
 

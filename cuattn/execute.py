@@ -56,8 +56,9 @@ def cuda_device(device_id: int) -> Device:
 class Executable:
     """A plan with its kernels loaded on one device; calling it only allocates and launches."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, device_id: int) -> None:
         self.plan = plan
+        self.device_id = device_id
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
         self._template = Template(struct, parameters(plan.problem))
         units = [unit_of(launch.kernel) for launch in plan.launches]
@@ -75,22 +76,23 @@ class Executable:
             kernel.launch(grid, params)
 
 
-_executables: dict[tuple[AttentionProblem, int], Executable] = {}
+# By the identity of a problem, which the executable keeps alive: hashing one costs as much as all
+# else that is looked up. Equal problems that are two objects have two executables.
+_executables: dict[int, Executable] = {}
 _lock = threading.Lock()
 _MAX_EXECUTABLES = 4096
 
 
 def executable(problem: AttentionProblem, device_id: int) -> Executable:
     """The executable of a problem on the current device, kept for the next call like this one."""
-    key = (problem, device_id)
-    found = _executables.get(key)
-    if found is None:
-        found = Executable(plan_for(problem, cuda_device(device_id)))
+    found = _executables.get(id(problem))
+    if found is None or found.plan.problem is not problem or found.device_id != device_id:
+        found = Executable(plan_for(problem, cuda_device(device_id)), device_id)
         with _lock:
             if len(_executables) >= _MAX_EXECUTABLES:
                 # why the oldest: a dict keeps the order of insertion; kernels stay loaded in jit
                 del _executables[next(iter(_executables))]
-            _executables[key] = found
+            _executables[id(problem)] = found
     return found
 
 
@@ -101,10 +103,13 @@ def forget() -> None:
 
 
 def forward(
-    problem: AttentionProblem, q: Array, k: Array, v: Array, out: Array, lse: Array
+    problem: AttentionProblem, q: Array, k: Array, v: Array, out: Array, lse: Array | None
 ) -> None:
-    """Write out and lse."""
+    """Write out, and lse unless it is None."""
     if isinstance(q, np.ndarray):
+        if lse is None:
+            shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
+            lse = np.empty(shape, problem.accumulator)
         tiled.forward(problem, q, k, v, out, lse)
         return
     executable(problem, q.data.device_id)(
@@ -113,7 +118,7 @@ def forward(
             "k": k.data.ptr,
             "v": v.data.ptr,
             "out": out.data.ptr,
-            "lse": lse.data.ptr,
+            "lse": 0 if lse is None else lse.data.ptr,
         }
     )
 

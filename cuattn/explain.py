@@ -107,7 +107,7 @@ explain.__signature__ = inspect.Signature([*_named, _device])  # type: ignore[at
 
 def both_passes(call: ForwardCall) -> tuple[AttentionProblem, AttentionProblem]:
     """A call's forward, and the backward that ``attention_backward(res, dout)`` asks."""
-    dout = contiguous(call.out_shape, call.out_dtype)
+    dout = contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
     return call.problem, backward_problem(call, dout, None, None)
 
 

@@ -29,6 +29,12 @@ def test_inputs_are_not_changed(engine):
     assert all(same_bits(engine.asnumpy(a), b) for a, b in zip(held, arrays, strict=True))
 
 
+def test_out_has_the_same_bits_whether_lse_is_wanted_or_not(engine):
+    arrays = [engine.asarray(array) for array in qkv(70, 70)]
+    out, _ = cuattn.attention(*arrays, causal=True, return_lse=True)
+    assert same_bits(engine.asnumpy(cuattn.attention(*arrays, causal=True)), engine.asnumpy(out))
+
+
 def test_residuals_are_references(engine):
     q, k, v = map(engine.asarray, qkv())
     out, res = cuattn.attention_forward(q, k, v)

@@ -69,6 +69,13 @@ def test_float32_goes_to_tensor_cores_where_there_are_some(arch):
     assert made.family == ("simt" if arch == "sm_75" else "tf32x3")
 
 
+@pytest.mark.parametrize("dims", [(65, 64), (64, 65), (256, 256)])
+def test_long_heads_in_float32_keep_to_sums_that_round_to_nearest(dims):
+    plan = plan_for(record.problem("forward", "float32", shape=(2, 512, 512, 8, 8, *dims)), H200)
+    assert plan.family == "simt"
+    assert dict(plan.refusals)["tf32x3"] == f"needs head dims of at most 64, got {max(dims)}"
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_plan_says_why_a_family_declined(op):
     assert plan(op, "float16").refusals == (("tf32x3", "needs float32, got float16"),)

@@ -223,7 +223,11 @@ def test_memory_past_the_end_reaches_nothing(engine, dtype):
 # Gradients -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrt", [{"q"}, ["k"], ("v", "q"), {"q", "k", "v"}, None], ids=repr)
+@pytest.mark.parametrize(
+    "wrt",
+    [{"q"}, ["k"], ("v", "q"), {"q", "k", "v"}, None],
+    ids=("set", "list", "tuple", "all", "none"),
+)
 def test_wrt_is_a_set_of_argument_names(engine, wrt):
     q, k, v = qkv()
     dout = draw(q.shape)[0]

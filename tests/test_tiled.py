@@ -189,6 +189,36 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(offset: float) -> None
     check(q, k, v, Band(-99, 0), dout, None)
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("step", [-100.0, -3.0, 3.0, 100.0])
+def test_m_follows_scores_that_drift_along_the_keys(step: float) -> None:
+    """Tile by tile the scores move by a step: m waits, is raised later, at once, or never."""
+    q, k, v, dout = random(*[(1, 200, 2, 8)] * 4)
+    q[..., 0], k[..., 0] = 5, (step * (np.arange(200) // heads.BLOCK_N))[:, None]
+    check(q, k, v, Band(-999, 999), dout, None)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
+def test_a_row_whose_first_scores_are_all_inf_starts_later(level: float) -> None:
+    q, k, v = random(*[(1, 200, 1, 8)] * 3)
+    q[..., 0], k[..., 0] = 5, level
+    k[:, : 2 * heads.BLOCK_N, :, 0] = -np.inf
+    out, lse = forward(q, k, v, Band(-999, 999))
+    assert_forward(out, lse, q, k, v, band=Band(-999, 999), softmax_scale=0.2)
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_m_is_not_raised_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = itertools.count()
+    raise_m = tiled.State._raise_m
+    monkeypatch.setattr(tiled.State, "_raise_m", lambda *a: (next(raised), raise_m(*a)))
+    q, k, v = random((1, 32, 1, 8), (1, 480, 1, 8), (1, 480, 1, 8))
+    forward(q, k, v, Band(-999, 999))
+    assert next(raised) == 1  # ten key tiles, of which the first gives m
+
+
 def test_small_heads_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
     multiply = heads.matmul

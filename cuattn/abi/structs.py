@@ -84,7 +84,7 @@ FwdParams = Struct(
     Field("k", Tensor, ""),
     Field("v", Tensor, ""),
     Field("out", Tensor, ""),
-    Field("lse", PTR, "contiguous (batch, num_heads_q, seqlen_q), natural log"),
+    Field("lse", PTR, "contiguous (batch, num_heads_q, seqlen_q), natural log; null: not wanted"),
     Field("shape", Shape, ""),
     Field("softmax_scale", F64, ""),
 )

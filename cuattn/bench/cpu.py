@@ -88,13 +88,11 @@ class Engine:
 
 def probabilities(q: Array, k: Array, visible: Array | None, lse: Array | None) -> Array:
     """P of one head, from lse where it is known."""
-    S = q @ k.T * q.shape[1] ** -0.5
+    S: Array = q @ k.T * q.shape[1] ** -0.5
     if visible is not None:
         S = np.where(visible, S, -np.inf)
-    if lse is not None:
-        return np.exp(S - lse[:, None])
-    P = np.exp(S - S.max(axis=1, keepdims=True))
-    return P / P.sum(axis=1, keepdims=True)
+    P: Array = np.exp(S - (S.max(axis=1) if lse is None else lse)[:, None])
+    return P / P.sum(axis=1, keepdims=True) if lse is None else P
 
 
 def gradients(
@@ -172,7 +170,8 @@ def compare_with_formula(seqlen: int, *, causal: bool) -> None:
 
     def in_place() -> Array:
         P, l = probabilities_in_place(q, k, visible, None)  # noqa: E741
-        return (P @ v) / l
+        out: Array = (P @ v) / l
+        return out
 
     P = probabilities(q, k, visible, lse)
     ours, ours_bwd, *formulas = in_turns(

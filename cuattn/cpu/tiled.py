@@ -6,9 +6,12 @@ rule hides, push the tile into the state (m, l, o), and finish with out = o / l,
 Backward, per key tile, over the query tiles of the transposed schedule: P = exp(S - lse) again
 from lse, dV += P^T dO, dS = P * (dO V^T - delta), dQ += dS K, dK += dS^T Q.
 
-Q is loaded times softmax_scale, once, instead of scaling every score. m is in natural units where
-the kernels' is in log2 units: NumPy's float32 exp is vectorised and its exp2 is not (2.3 against
-2.7 to 4.3 ns per element); nothing else of the state's algebra changes.
+Whatever is linear is left to the products, which do it almost for nothing: Q is loaded times
+softmax_scale; K and V carry a column of ones, so that a last column of -m or -lse beside Q, and of
+-delta beside dO, is added to every score, and the ones beside V gather l. Per pair that leaves one
+exp, and a maximum forward or a multiplication backward.
+m is in natural units where the kernels' is in log2 units: NumPy's float32 exp is vectorised and its
+exp2 is not (2.3 against 2.7 to 4.3 ns per element); nothing else of the state's algebra changes.
 All arrays are in the axes (batch, seqlen, heads, dim), tiles in (heads, rows, dim).
 """
 
@@ -46,7 +49,6 @@ class State:
     SLACK = 8
 
     def __init__(self, Q: Array, columns_v: int) -> None:
-        self.Q = Q
         self._minus_m = Q[:, :, -1:]
         self._minus_m[...] = 0  # until a row has seen a key, it is measured from 0
         self.o = np.zeros((*Q.shape[:2], columns_v), Q.dtype)

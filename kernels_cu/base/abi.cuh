@@ -54,7 +54,7 @@ struct FwdParams {
   Tensor k;
   Tensor v;
   Tensor out;
-  void* lse;          // contiguous (batch, num_heads_q, seqlen_q), natural log
+  void* lse;          // contiguous (batch, num_heads_q, seqlen_q), natural log; null: not wanted
   Shape shape;
   f64 softmax_scale;
 };

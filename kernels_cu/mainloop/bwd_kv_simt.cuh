@@ -93,8 +93,8 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
               load_do(d);
             },
             [&](int d) {
-              Base::multiply(rP, sK, sQ, shape.head_dim, d);
-              if (kWantsDk) Base::multiply(rdS, sV, sdO, shape.head_dim_v, d);
+              Base::template multiply<true>(rP, sK, sQ, shape.head_dim, d);
+              if (kWantsDk) Base::template multiply<false>(rdS, sV, sdO, shape.head_dim_v, d);
             });
         softmax::finish_scores(rP, scale, schedule.kind(m_block, work.block),
                                [&](int key, int row) {

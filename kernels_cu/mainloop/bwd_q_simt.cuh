@@ -84,8 +84,8 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
             tile::load<kThreads>(sV, gV, key_begin, keys.end, d, shape.head_dim_v);
           },
           [&](int d) {
-            Base::multiply(rP, sQ, sK, shape.head_dim, d);
-            Base::multiply(rdS, sdO, sV, shape.head_dim_v, d);
+            Base::template multiply<true>(rP, sQ, sK, shape.head_dim, d);
+            Base::template multiply<false>(rdS, sdO, sV, shape.head_dim_v, d);
           });
       softmax::finish_scores(rP, scale, schedule.kind(work.block, n_block),
                              [&](int row, int key) {

@@ -62,7 +62,7 @@ struct ForwardSimt : Simt<C, C.block_m, C.block_n> {
             }
             tile::load<kThreads>(sK, gK, key_begin, keys.end, d, shape.head_dim);
           },
-          [&](int d) { Base::multiply(rS, sQ, sK, shape.head_dim, d); });
+          [&](int d) { Base::template multiply<true>(rS, sQ, sK, shape.head_dim, d); });
       softmax::finish_scores(rS, scale, schedule.kind(work.block, n_block),
                              [&](int row, int key) {
                                return schedule.visible(rows.begin + row, key_begin + key);
@@ -76,7 +76,7 @@ struct ForwardSimt : Simt<C, C.block_m, C.block_n> {
     const tile::GlobalRows<Storage<C.out_dtype>> gO(params.out, work.batch_idx, work.head_idx);
     Base::store(rO, gO, rows, slice_begin, shape.head_dim_v);
     // Every slice computes the same lse; the first one's lane 0 writes it.
-    if (work.slice == 0 && Scores::lane() == 0) {
+    if (params.lse != nullptr && work.slice == 0 && Scores::lane() == 0) {
       Value* lse = static_cast<Value*>(params.lse) +
                    (i64(work.batch_idx) * shape.num_heads_q + work.head_idx) * shape.seqlen_q;
 #pragma unroll

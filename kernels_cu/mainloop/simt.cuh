@@ -92,10 +92,11 @@ struct Simt {
     ptx::sync_cta();
   }
 
-  // sums += own stream^T over the chunk at d of `dims` head dims.
+  // sums += own stream^T over the chunk at d of `dims` head dims; kScores if they are scores.
+  template <bool kScores>
   CUATTN_DEVICE static void multiply(Scores& sums, OwnTile own, StreamTile stream, int dims,
                                      int d) {
-    tile::gemm_nt(sums, own, stream, min(kDims, dims - d));
+    tile::gemm_nt<kScores>(sums, own, stream, min(kDims, dims - d));
   }
 
   // Writes a slice of results, rounded once.

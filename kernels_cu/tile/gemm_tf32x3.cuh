@@ -2,8 +2,9 @@
 //
 // A float32 is the sum of two tf32 numbers, hi + lo, up to 2^-22 of it; of the four products
 // lo lo is below that, so three remain: lo hi + hi lo + hi hi. Tensor cores round their sums
-// towards zero, which over thousands of positions would drift; so a product over positions starts
-// from zero in every tile and joins the result by an ordinary addition.
+// towards zero, so a large sum must be short. A product over positions starts from zero in every
+// tile and joins the result by an ordinary addition. Scores, which are exponentiated, take all
+// small terms before the first large one; families.py keeps them to one chunk of head dims.
 // source: Ootomo and Yokota 2022 (error correction of tensor-core products).
 #pragma once
 #include "ptx/mma.cuh"
@@ -12,28 +13,35 @@
 
 namespace cuattn::tile {
 
+enum class Terms { kSmall, kLarge, kAll };  // lo hi and hi lo; hi hi; all three
+
 // Both halves of the kCount elements that a lane holds of one operand. The unit ignores the lower
 // 13 bits of what it is given, so adding half of the last bit that counts rounds to nearest.
-template <int kCount>
+template <Terms kTerms, int kCount>
 struct SplitTf32 {
   u32 hi[kCount], lo[kCount];
 
   CUATTN_DEVICE void set(int i, f32 x) {
     hi[i] = __float_as_uint(x) + 0x1000u;
-    const f32 rest = x - __uint_as_float(hi[i] & 0xffffe000u);
-    // why this is right for infinities too: inf - inf is the canonical NaN 0x7fffffff, which the
-    // addition turns into a zero. source: PTX ISA, "add".
-    lo[i] = __float_as_uint(rest) + 0x1000u;
+    if constexpr (kTerms != Terms::kLarge) {
+      const f32 rest = x - __uint_as_float(hi[i] & 0xffffe000u);
+      // why this is right for infinities too: inf - inf is the canonical NaN 0x7fffffff, which the
+      // addition turns into a zero. source: PTX ISA, "add".
+      lo[i] = __float_as_uint(rest) + 0x1000u;
+    }
   }
 };
 
-// Adds products for neighbouring blocks of 8 columns, the first at column j. Those of one block
-// depend on each other, so they are issued as far apart as the blocks allow.
-template <int kBlocks, class Acc>
-CUATTN_DEVICE void mma_tf32x3(Acc& acc, int j, const SplitTf32<4> (&a)[Acc::kRows / 2],
-                              const SplitTf32<2> (&b)[kBlocks]) {
+inline constexpr int kBlocks = 4;  // blocks of 8 columns whose right operands are read together
+
+// Adds products for kBlocks neighbouring blocks, the first at column j. Those of one block depend
+// on each other, so they are issued as far apart as the blocks allow.
+template <Terms kTerms, class Acc>
+CUATTN_DEVICE void mma_tf32x3(Acc& acc, int j, const SplitTf32<kTerms, 4> (&a)[Acc::kRows / 2],
+                              const SplitTf32<kTerms, 2> (&b)[kBlocks]) {
+  constexpr int kFirst = kTerms == Terms::kLarge ? 2 : 0, kEnd = kTerms == Terms::kSmall ? 2 : 3;
 #pragma unroll
-  for (int term = 0; term < 3; ++term) {  // the small ones first, while sums are small
+  for (int term = kFirst; term < kEnd; ++term) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
@@ -50,8 +58,8 @@ CUATTN_DEVICE void mma_tf32x3(Acc& acc, int j, const SplitTf32<4> (&a)[Acc::kRow
 // Columns k ... k + 7 of the rows that a lane holds. A sum may be taken in any order: step t of the
 // unit stands for column 2 t, step t + 4 for column 2 t + 1, of both operands, so that a lane reads
 // the two side by side.
-template <class Acc, class TileA>
-CUATTN_DEVICE void read_left(SplitTf32<4> (&left)[Acc::kRows / 2], TileA a, int k) {
+template <class Acc, Terms kTerms, class TileA>
+CUATTN_DEVICE void read_left(SplitTf32<kTerms, 4> (&left)[Acc::kRows / 2], TileA a, int k) {
 #pragma unroll
   for (int i = 0; i < Acc::kRows; ++i) {
     const Pair<f32> pair = a.pair(Acc::row_of(i), k + 2 * Acc::lane());
@@ -60,21 +68,15 @@ CUATTN_DEVICE void read_left(SplitTf32<4> (&left)[Acc::kRows / 2], TileA a, int 
   }
 }
 
-inline constexpr int kBlocks = 4;  // blocks of 8 columns whose right operands are read together
-
-// acc[i][j] += sum over k < depth of a[row i][k] * b[col j][k]; columns past `depth`, up to the
-// next multiple of eight, must hold zeros.
-template <int kWarps, int kTileRows, int kTileCols, class TileA, class TileB>
-CUATTN_DEVICE void gemm_nt(MmaFragment<kWarps, kTileRows, kTileCols>& acc, TileA a, TileB b,
-                           int depth) {
-  using Acc = MmaFragment<kWarps, kTileRows, kTileCols>;
+template <Terms kTerms, class Acc, class TileA, class TileB>
+CUATTN_DEVICE void gemm_nt_terms(Acc& acc, TileA a, TileB b, int depth) {
 #pragma unroll 1
   for (int k = 0; k < depth; k += 8) {
-    SplitTf32<4> left[Acc::kRows / 2];
+    SplitTf32<kTerms, 4> left[Acc::kRows / 2];
     read_left<Acc>(left, a, k);
 #pragma unroll
     for (int j = 0; j < Acc::kCols; j += 2 * kBlocks) {
-      SplitTf32<2> right[kBlocks];
+      SplitTf32<kTerms, 2> right[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int col = Acc::group() + (j / 2 + block) * 8;
@@ -82,8 +84,21 @@ CUATTN_DEVICE void gemm_nt(MmaFragment<kWarps, kTileRows, kTileCols>& acc, TileA
         right[block].set(0, pair.at[0]);
         right[block].set(1, pair.at[1]);
       }
-      mma_tf32x3<kBlocks>(acc, j, left, right);
+      mma_tf32x3(acc, j, left, right);
     }
+  }
+}
+
+// acc[i][j] += sum over k < depth of a[row i][k] * b[col j][k]; columns past `depth`, up to the
+// next multiple of eight, must hold zeros. kScores: the sums will be exponentiated.
+template <bool kScores, int kWarps, int kTileRows, int kTileCols, class TileA, class TileB>
+CUATTN_DEVICE void gemm_nt(MmaFragment<kWarps, kTileRows, kTileCols>& acc, TileA a, TileB b,
+                           int depth) {
+  if constexpr (kScores) {
+    gemm_nt_terms<Terms::kSmall>(acc, a, b, depth);
+    gemm_nt_terms<Terms::kLarge>(acc, a, b, depth);
+  } else {
+    gemm_nt_terms<Terms::kAll>(acc, a, b, depth);
   }
 }
 
@@ -98,16 +113,16 @@ CUATTN_DEVICE void gemm_nn(MmaFragment<kWarps, kTileRows, kTileCols>& acc, TileA
     part.clear();
 #pragma unroll 1
     for (int k = 0; k < TileA::kCols; k += 8) {
-      SplitTf32<4> left[Part::kRows / 2];
+      SplitTf32<Terms::kAll, 4> left[Part::kRows / 2];
       read_left<Part>(left, a, k);
-      SplitTf32<2> right[kBlocks];
+      SplitTf32<Terms::kAll, 2> right[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int col = Part::group() + (j / 2 + block) * 8;
 #pragma unroll
         for (int e = 0; e < 2; ++e) right[block].set(e, b.at(k + 2 * Part::lane() + e, col));
       }
-      mma_tf32x3<kBlocks>(part, 0, left, right);
+      mma_tf32x3(part, 0, left, right);
     }
     Part::each([&](int i, int jj) { acc.at(i, j + jj) += part.at(i, jj); });
   }
