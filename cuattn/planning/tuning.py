@@ -41,7 +41,8 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
         Tile(32, 32, 64, 4, 8, 2),
     ),
     ("simt", "bwd_q", "float64"): (
-        Tile(64, 32, 64, 4, 8, 1),  # 10.5; block_d 32 6.2
+        Tile(64, 64, 64, 4, 16, 1),
+        Tile(64, 32, 64, 4, 16, 1),  # on 128 threads 10.5, with a spill; block_d 32 6.2
         Tile(32, 32, 32, 4, 8, 2),
     ),
     ("simt", "bwd_kv", "float32"): (
