@@ -173,34 +173,33 @@ def compare_with_formula(seqlen: int, *, causal: bool) -> None:
         out: Array = (P @ v) / l
         return out
 
-    P = probabilities(q, k, visible, lse)
-    ours, ours_bwd, *formulas = in_turns(
-        engine.forward,
+    def report(what: str, ours: Callable[[], None], *formulas: Callable[[], object]) -> None:
+        """Ours and two ways to write the formula, taking turns with nothing else."""
+        seconds = in_turns(ours, *formulas)
+        for way, head_seconds in zip(("", ", in place"), seconds.T[1:], strict=True):
+            theirs = HEADS * head_seconds
+            print(
+                f"float32   {'causal' if causal else 'full':7}{what + way:27} "
+                f"{np.median(seconds[:, 0]):7.3f} s   formula {np.median(theirs):7.3f} s   "
+                f"{np.median(theirs / seconds[:, 0]):5.2f} x"
+            )
+
+    report("forward", engine.forward, lambda: probabilities(q, k, visible, None) @ v, in_place)
+    report(
+        "backward",
         engine.backward,
-        lambda: probabilities(q, k, visible, None) @ v,
-        in_place,
         lambda: gradients(q, k, v, probabilities(q, k, visible, lse), out, dout),
         lambda: gradients_in_place(
             q, k, v, probabilities_in_place(q, k, visible, lse)[0], out, dout
         ),
+    )
+    P = probabilities(q, k, visible, lse)  # only now: what it holds would slow the others down
+    report(
+        "backward, P kept",
+        engine.backward,
         lambda: gradients(q, k, v, P, out, dout),
         lambda: gradients_in_place(q, k, v, P, out, dout),
-    ).T
-    rows = (
-        ("forward", ours),
-        ("forward, formula in place", ours),
-        ("backward", ours_bwd),
-        ("backward, formula in place", ours_bwd),
-        ("backward, P kept", ours_bwd),
-        ("backward, P kept, in place", ours_bwd),
     )
-    name = "causal" if causal else "full"
-    for (what, our_seconds), head_seconds in zip(rows, formulas, strict=True):
-        theirs = HEADS * head_seconds
-        print(
-            f"float32   {name:7}{what:27} {np.median(our_seconds):7.3f} s   formula "
-            f"{np.median(theirs):7.3f} s   {np.median(theirs / our_seconds):5.2f} x"
-        )
 
 
 def compare_dtypes(seqlen: int) -> None:
