@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also the kernels of out_dtype and of single gradients (wrt)",
     )
-    compiling.add_argument("--jobs", type=int, help="kernels at a time; one a core by default")
+    compiling.add_argument(
+        "--jobs", type=_positive, help="kernels at a time; one a core by default"
+    )
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "info":
@@ -64,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CuattnError as error:
         print(f"cuattn: {error}", file=sys.stderr)
         return 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}; expected 1 or more")
+    return number
 
 
 def info() -> int:
@@ -96,9 +106,21 @@ def _facts() -> Iterator[tuple[str, str]]:
     else:
         yield from _device_facts()
         yield "engine", "NumPy arrays: the CPU engine; CuPy arrays: CUDA kernels"
+    yield from _record_facts(Path(cuattn.__file__).parents[1] / "tests" / "gpu_record.json")
     yield "kernel cache", _cache_text(default_directory())
     for name in VARIABLES:
         yield name, os.environ.get(name, "not set")
+
+
+def _record_facts(path: Path) -> Iterator[tuple[str, str]]:
+    """Of a checkout, the last run of its GPU tests, and whether the sources have moved on since."""
+    if path.is_file():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        text = f"{len(record['outcomes'])} tests on {record['device']}, NVRTC {record['nvrtc']}"
+        pending = record.get("pending")
+        if pending:
+            text += f"; pending since {pending['date']}: {pending['reason']}"
+        yield "GPU record", text
 
 
 def _device_facts() -> Iterator[tuple[str, str]]:
@@ -127,15 +149,16 @@ def _cache_text(directory: Path | None) -> str:
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
     """Fill the cache for targets, a line for each kernel."""
-    for device in _devices(arguments.arch):
+    all_stored = True
+    for device in _devices(dict.fromkeys(arguments.arch)):
         wanted = {DType.of(name) for name in arguments.dtype}
         found = every_spec(device) if arguments.all else default_specs(device)
         specs = [spec for spec in found if dict(spec.config)["dtype"] in wanted]
-        _compile(device, specs, arguments.jobs)
-    return 0
+        all_stored &= _compile(device, specs, arguments.jobs)
+    return 0 if all_stored else 1
 
 
-def _devices(archs: Sequence[str]) -> Iterator[Device]:
+def _devices(archs: Collection[str]) -> Iterator[Device]:
     if archs:
         yield from map(known_device, archs)
         return
@@ -148,18 +171,21 @@ def _devices(archs: Sequence[str]) -> Iterator[Device]:
     yield from {device.arch: device for device in devices}.values()
 
 
-def _compile(device: Device, specs: list[KernelSpec], jobs: int | None) -> None:
+def _compile(device: Device, specs: list[KernelSpec], jobs: int | None) -> bool:
+    """Whether the disk now holds every kernel."""
     print(f"{device.arch}: {len(specs)} kernels")
     print(f"{'kernel':48}{'registers':>10}{'spills':>8}{'seconds':>9}")
     begin = time.perf_counter()
+    num_stored = 0
     for each in build(specs, device.arch, jobs):
-        compiled = each.compiled
+        compiled, num_stored = each.compiled, num_stored + each.stored
         spills = compiled.spill_store_bytes + compiled.spill_load_bytes
         print(
             f"{each.spec.name:48}{compiled.registers:10}{spills:8}{each.seconds:9.2f}", flush=True
         )
-    where = default_directory() or "memory"
-    print(f"{len(specs)} kernels in {where} after {time.perf_counter() - begin:.1f} s")
+    where, seconds = default_directory() or "no folder", time.perf_counter() - begin
+    print(f"{num_stored} of {len(specs)} kernels in {where} after {seconds:.1f} s")
+    return num_stored == len(specs)
 
 
 if __name__ == "__main__":

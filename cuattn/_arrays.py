@@ -109,7 +109,7 @@ def parse_dtype(name: str, asked: Any, default: str, allowed: Iterable[str]) -> 
         return default
     try:
         known = DTYPE_NAMES.get(np.dtype(asked))
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses text of many forms
         known = None
     allowed = [each for each in ACCUMULATOR if each in allowed]
     if known in allowed:

@@ -112,7 +112,9 @@ def attention(
     out : array, optional
         Where to write the result: its exact shape and dtype, any strides that do not overlap, no
         memory of an input. Untouched on an error.
-    window, mask, bias, alibi_slopes, softcap, sinks, score_mod, arrays, dropout_p, seed, precision
+    seed : int, optional
+        Without effect: dropout is not available in this version.
+    window, mask, bias, alibi_slopes, softcap, sinks, score_mod, arrays, dropout_p, precision
         Not available in this version: each raises UnsupportedError when used.
 
     Returns
@@ -154,7 +156,7 @@ def attention(
     >>> bool(np.array_equal(out[:, 0], v[:, 0]))
     True
     """
-    _check_flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     options = (
         causal,
         window,
@@ -180,7 +182,17 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _check_flag(name: str, value: object) -> None:
+def options_of(function: str, given: dict[str, Any]) -> Options:
+    """The options given by name, or Python's own error for one that does not exist."""
+    for name in given:
+        if name not in Options._fields:
+            hint = "; lse is in the residuals" if name == "return_lse" else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    return Options(**given)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
     if not isinstance(value, (bool, np.bool)):
         raise DTypeError(explain_argument(name, repr(value), "True or False", "pass a bool"))
 
@@ -231,7 +243,7 @@ def attention_forward(
     >>> residuals.lse.shape
     (1, 1, 3)
     """
-    out, lse, call = _forward(q, k, v, out, Options(**options), keep_lse=True)
+    out, lse, call = _forward(q, k, v, out, options_of("attention_forward", options), keep_lse=True)
     return out, Residuals(q, k, v, out, lse, call)
 
 
@@ -357,7 +369,7 @@ def attention_vjp(
     >>> vjp(np.ones_like(out)).dk.shape
     (1, 3, 1, 2)
     """
-    _check_flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     out, res = attention_forward(q, k, v, out=out, **options)
 
     def vjp(

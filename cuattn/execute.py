@@ -1,7 +1,7 @@
 """Plans meet arrays: NumPy goes to the tiled CPU engine, CuPy to compiled kernels on its stream.
 
-The only file that knows both planning and jit. Arrays arrive in the canonical axes
-(batch, seqlen, heads, dim), lse and dlse as (batch, heads_q, seqlen_q); outputs are allocated.
+With ``precompile`` the only file that knows both planning and jit. Arrays arrive in the canonical
+axes (batch, seqlen, heads, dim), lse and dlse as (batch, heads_q, seqlen_q); outputs are allocated.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from cuattn import execute
 from cuattn._typing import Array
-from cuattn.attention import attention, prepare
+from cuattn.attention import attention, check_flag, options_of, prepare
 from cuattn.cpu.heads import Visible, split
 from cuattn.errors import CompileError, DTypeError, explain_argument
 from cuattn.planning.device import Device, known_device
@@ -37,10 +37,10 @@ def explain(
     Parameters
     ----------
     q, k, v, out : array
-        As in ``attention``: (batch, seqlen, heads, head_dim) or another layout. Only shapes,
-        strides and dtypes matter.
+        As in ``attention``: (batch, seqlen, heads, head_dim) or another layout. No element is
+        looked at.
     return_lse : bool
-        As in ``attention``; lse is written either way.
+        As in ``attention``; counted as written either way, as ``attention_forward`` does.
     device : str, optional
         A CUDA target such as "sm_90a", to plan for its usual device, also with NumPy arrays and
         without a GPU. The arrays' own device by default: NumPy arrays give the CPU engine.
@@ -83,7 +83,8 @@ def explain(
     >>> print(cuattn.explain(q, k, v, causal=True).splitlines()[0])
     forward on the CPU: float32, NumPy engine
     """
-    call = prepare(q, k, v, out, Options(**options))
+    check_flag("return_lse", return_lse)
+    call = prepare(q, k, v, out, options_of("explain", options))
     problems = both_passes(call)
     if device is not None:
         target = _known_device(device)

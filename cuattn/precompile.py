@@ -1,4 +1,4 @@
-"""Many kernels compiled at once, through the cache: what ``compile`` and ``check`` do first."""
+"""Many kernels compiled at once, through the cache: what the command line and ``explain`` need."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Built:
     spec: KernelSpec
     compiled: Compiled
     seconds: float
+    stored: bool  # on disk
 
 
 def is_default(spec: KernelSpec) -> bool:
@@ -46,4 +47,4 @@ def build(specs: Iterable[KernelSpec], arch: str, jobs: int | None = None) -> It
     wanted = {spec.name: spec for spec in specs}
     options = CompileOptions(arch, lineinfo=debugging())
     for unit, entry, seconds in cache.build(map(unit_of, wanted.values()), options, jobs):
-        yield Built(wanted[unit.name], entry.compiled, seconds)
+        yield Built(wanted[unit.name], entry.compiled, seconds, entry.folder is not None)

@@ -13,7 +13,7 @@ Two states over disjoint sets of keys merge to the state over their union::
     o = o1 exp(m1 - m) + o2 exp(m2 - m)
 
 This is associative and commutative and has an identity, so keys may be split anyhow: into tiles of
-one kernel, lanes of a warp, blocks of the GPU, steps of a ring. Kernels keep m in log2 units.
+one kernel, lanes of a warp, blocks of the GPU, steps of a ring.
 
 ``(out, lse)`` is the same state written as ``(m, l, o) = (lse, 1, out)``; merging it is what this
 file does on whole arrays. A part weighs ``w = exp(lse_i - lse)``, and with it
@@ -184,7 +184,7 @@ class _Merge:
         self.device = spec_of("out", out).device
         allowed = [each for each, wide in ACCUMULATOR.items() if lse.dtype == wide]
         self.dtype = np.dtype(parse_dtype("out_dtype", out_dtype, out.dtype.name, allowed))
-        with on_device(self.device):
+        with on_device(self.device), np.errstate(all="ignore"):
             self.weights, self.lse = merge_weights([plain(lse) for _, lse in self.parts])
             self.out = self._weighted_sum()
 
@@ -192,7 +192,7 @@ class _Merge:
         """Out and lse in new memory; a single part as it is, whatever its bits."""
         single = len(self.parts) == 1
         out, lse = map(plain, self.parts[0]) if single else (self.out, self.lse)
-        with on_device(self.device):
+        with on_device(self.device), np.errstate(all="ignore"):
             return out.astype(self.dtype), lse.copy()
 
     def vjp(self, dout: Array | None, dlse: Array | None = None) -> list[Part]:
@@ -200,7 +200,7 @@ class _Merge:
         place = spec_of("parts[0]", self.parts[0][0])
         _check_part("dout", dout, place, self.out.shape, self.dtype)
         _check_part("dlse", dlse, place, self.lse.shape, self.lse.dtype)
-        with on_device(self.device):
+        with on_device(self.device), np.errstate(all="ignore"):
             return [
                 self._part_gradient(part, weight, dout, dlse)
                 for (part, _), weight in zip(self.parts, self.weights, strict=True)
@@ -224,15 +224,14 @@ class _Merge:
         xp, wide = _namespace(weight), weight.dtype
         share, absent = self.layout.per_row(weight), weight == 0
         dpart, inner = xp.zeros(part.shape, part.dtype), xp.zeros_like(weight)
-        with np.errstate(invalid="ignore", over="ignore"):
-            if dout is not None:
-                dout = plain(dout).astype(wide)
-                dpart = xp.where(share == 0, wide.type(0), share * dout).astype(part.dtype)
-                along = (dout * (plain(part).astype(wide) - self.out)).sum(axis=-1)
-                inner = self.layout.as_lse(along)
-            if dlse is not None:
-                inner = inner + plain(dlse)
-            return dpart, xp.where(absent, wide.type(0), weight * inner)
+        if dout is not None:
+            dout = plain(dout).astype(wide)
+            dpart = xp.where(share == 0, wide.type(0), share * dout).astype(part.dtype)
+            along = (dout * (plain(part).astype(wide) - self.out)).sum(axis=-1)
+            inner = self.layout.as_lse(along)
+        if dlse is not None:
+            inner = inner + plain(dlse)
+        return dpart, xp.where(absent, wide.type(0), weight * inner)
 
 
 def _namespace(array: Array) -> Any:
@@ -242,11 +241,11 @@ def _namespace(array: Array) -> Any:
 def _pairs(parts: Iterable[Part]) -> list[Part]:
     """The parts as a list of pairs, at least one."""
     expected = "a non-empty list of (out, lse) pairs"
-    remedy = "pass results of attention(..., return_lse=True)"
+    remedy = "pass results of attention(..., return_lse=True), a single one in a list too"
     try:
         pairs = [(out, lse) for out, lse in parts]
     except (TypeError, ValueError):
-        got = type(parts).__name__
+        got = f"{type(parts).__name__}, whose items are no pairs"
         raise DTypeError(explain_argument("parts", got, expected, remedy)) from None
     if not pairs:
         raise ArgumentError(explain_argument("parts", "an empty list", expected, remedy))

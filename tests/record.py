@@ -2,7 +2,8 @@
 
 A machine without a GPU cannot run the kernels, but it can see that the record is of these sources:
 the digest covers everything that reaches the device for a fixed list of problems (generated unit,
-headers, compiler options, grid, shared memory, parameter bytes).
+headers, compiler options, grid, shared memory, parameter bytes), and the unit and headers of every
+kernel that a plan can choose.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cuattn.abi import structs
 from cuattn.execute import unit_of
 from cuattn.jit.compile import CompileOptions
 from cuattn.planning.device import known_device
+from cuattn.planning.families import every_spec
 from cuattn.planning.plan import parameters
 from cuattn.planning.problem import AttentionProblem, Band, Layouts
 from cuattn.planning.select import plan_for
@@ -57,7 +59,7 @@ def problem(op, dtype, *, out_dtype=None, wrt=("q", "k", "v"), shape=(2, 512, 76
 
 
 def problems():
-    """Every dtype, output dtype, gradient set and tile size."""
+    """Every dtype, output dtype and gradient set, at four sizes."""
     outs = {"float16": "float32", "bfloat16": "float32"}
     # A large grid, a small one, long heads, single rows.
     shapes = (
@@ -73,6 +75,10 @@ def problems():
                 yield problem("backward", dtype, out_dtype=out_dtype, shape=shape, wrt=wrt)
 
 
+def _digest_of(parts):
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
 def digest():
     """The digest of everything that is launched for ``problems()`` on one target."""
     seen = set()
@@ -85,7 +91,10 @@ def digest():
             parts = [unit.text, *unit.headers, *unit.headers.values()]
             parts += CompileOptions(ARCH).flags()
             parts += [str(launch.grid), str(launch.kernel.smem_bytes), packed.hex()]
-            seen.add(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+            seen.add(_digest_of(parts))
+    for spec in every_spec(known_device(ARCH)):
+        unit = unit_of(spec)
+        seen.add(_digest_of([unit.text, *unit.headers, *unit.headers.values()]))
     return hashlib.sha256("".join(sorted(seen)).encode()).hexdigest()
 
 

@@ -142,6 +142,7 @@ WRONG_VALUES = {
     "scale-nan": (ArgumentError, "softmax_scale", {"softmax_scale": np.nan}, "got nan"),
     "scale-inf": (ArgumentError, "softmax_scale", {"softmax_scale": -np.inf}, "got -inf"),
     "scale-huge": (ArgumentError, "softmax_scale", {"softmax_scale": 1e300}, "finite in float32"),
+    "scale-tiny": (ArgumentError, "softmax_scale", {"softmax_scale": 1e-46}, "at least 1.18e-38"),
     "scale-int": (ArgumentError, "softmax_scale", {"softmax_scale": 10**400}, "finite in float32"),
     "scale-complex": (DTypeError, "softmax_scale", {"softmax_scale": 1j}, "a real number"),
     "scale-str": (DTypeError, "softmax_scale", {"softmax_scale": "1"}, "a real number"),

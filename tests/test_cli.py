@@ -18,10 +18,11 @@ from cuattn.bench.baselines import Formula
 from cuattn.bench.host_time import measure, no_engine
 from cuattn.bench.workloads import normal
 from cuattn.errors import CompileError
+from cuattn.jit.compile import Compiled
 from cuattn.planning.device import known_device
 from cuattn.planning.families import every_spec
 from cuattn.planning.problem import Band
-from cuattn.precompile import default_specs, is_default
+from cuattn.precompile import Built, default_specs, is_default
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +191,11 @@ def test_compile_takes_the_kernels_of_default_calls_unless_told(monkeypatch):
 
     def build(specs, arch, jobs):
         asked.append(({spec.name for spec in specs}, arch, jobs))
-        return []
+        compiled = Compiled(b"", "", 32, 0, 0, 0, 0)
+        return [Built(spec, compiled, 0.0, stored=True) for spec in specs]
 
     monkeypatch.setattr("cuattn.__main__.build", build)
-    assert main(["compile", "--arch", "sm_80", "sm_90a"]) == 0
+    assert main(["compile", "--arch", "sm_80", "sm_90a", "sm_80"]) == 0
     assert main(["compile", "--arch", "sm_80", "--all", "--jobs", "3"]) == 0
     some, _, every = (names for names, _, _ in asked)
     assert [(arch, jobs) for _, arch, jobs in asked] == [
@@ -204,6 +206,23 @@ def test_compile_takes_the_kernels_of_default_calls_unless_told(monkeypatch):
     assert some == {spec.name for spec in default_specs(known_device("sm_80"))}
     assert every == {spec.name for spec in every_spec(known_device("sm_80"))}
     assert some < every
+
+
+def test_compile_fails_where_the_disk_keeps_nothing(monkeypatch, capsys):
+    def build(specs, arch, jobs):
+        compiled = Compiled(b"", "", 32, 0, 0, 0, 0)
+        return [Built(spec, compiled, 0.0, stored=False) for spec in specs]
+
+    monkeypatch.setattr("cuattn.__main__.build", build)
+    assert main(["compile", "--arch", "sm_80", "--dtype", "float64"]) == 1
+    assert "\n0 of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_compile_takes_one_job_or_more(jobs, capsys):
+    with pytest.raises(SystemExit):
+        main(["compile", "--arch", "sm_80", "--jobs", jobs])
+    assert "expected 1 or more" in capsys.readouterr().err
 
 
 def test_default_kernels_keep_the_dtype_and_every_gradient():

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,11 +48,28 @@ def test_digest_sees_every_part_of_a_launch(monkeypatch):
 
             patch.setattr(record, "unit_of", changed)
             assert record.digest() != before
-    parameters = record.parameters
-    with monkeypatch.context() as patch:
-        changed = {"softmax_scale": 2.0}
-        patch.setattr(record, "parameters", lambda asked: parameters(asked) | changed)
-        assert record.digest() != before
+    parameters, plan_for, options = record.parameters, record.plan_for, record.CompileOptions
+
+    def launches(change):
+        def plan(asked, device):
+            made = plan_for(asked, device)
+            return replace(made, launches=tuple(map(change, made.launches)))
+
+        return plan
+
+    def more_shared_memory(launch):
+        kernel = replace(launch.kernel, smem_bytes=launch.kernel.smem_bytes + 16)
+        return replace(launch, kernel=kernel)
+
+    for name, change in (
+        ("parameters", lambda asked: parameters(asked) | {"softmax_scale": 2.0}),
+        ("plan_for", launches(lambda launch: replace(launch, grid=launch.grid + 1))),
+        ("plan_for", launches(more_shared_memory)),
+        ("CompileOptions", partial(options, fmad=False)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(record, name, change)
+            assert record.digest() != before
 
 
 def test_every_gpu_test_is_in_the_record_and_passed(recorded):
@@ -59,6 +78,7 @@ def test_every_gpu_test_is_in_the_record_and_passed(recorded):
     collected = {line for line in listing.splitlines() if "::" in line}
     assert len(collected) > 400
     outcomes = recorded["outcomes"]
-    assert collected - set(outcomes) == set(), "run them: pytest -m gpu --record-gpu=..."
-    failed = {name for name in collected if outcomes[name] != "passed"}
+    if "pending" not in recorded:
+        assert collected - set(outcomes) == set(), "run them: pytest -m gpu --record-gpu=..."
+    failed = {name for name in collected & set(outcomes) if outcomes[name] != "passed"}
     assert not failed

@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import cuattn
@@ -124,3 +125,10 @@ def test_import_needs_neither_cupy_nor_a_gpu():
         "assert not [name for name in sys.modules if name.startswith('cupy') and name != 'cupy']\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("name", ["attention_forward", "attention_vjp", "explain"])
+def test_an_unknown_option_is_named_with_its_function(name):
+    x = np.ones((1, 2, 1, 2), np.float32)
+    with pytest.raises(TypeError, match=f"{name}.*'causl'"):
+        getattr(cuattn, name)(x, x, x, causl=True)

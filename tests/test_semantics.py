@@ -126,10 +126,10 @@ def test_softmax_scale_is_by_default_one_over_sqrt_head_dim(engine):
 
 
 def test_lse_is_the_log_of_the_sum_over_visible_keys(engine):
-    _, lse = run(
-        engine, np.zeros((4, 2)), np.zeros((4, 2)), np.zeros((4, 2)), layout="sd", causal=True
-    )
-    assert np.allclose(lse, np.log([1, 2, 3, 4]), rtol=4 * np.finfo(float).eps)
+    q = k = v = np.zeros((1, 4, 1, 2))
+    out, lse = run(engine, q, k, v, causal=True)
+    assert_forward(out, lse, q, k, v, band=Band(-4, 0), softmax_scale=2**-0.5)
+    assert [round(each) for each in np.exp(lse[0, 0])] == [1, 2, 3, 4]  # no other base gives that
 
 
 @pytest.mark.parametrize("size", [1, 1e4, -1e4])
@@ -137,8 +137,7 @@ def test_large_scores_do_not_overflow(engine, size):
     q, k, v = qkv()
     q[...], k[...] = 1, size
     out, lse = run(engine, q, k, v, softmax_scale=1.0)
-    assert np.allclose(lse, 8 * size + np.log(7))
-    assert np.allclose(out, v.mean(axis=1, keepdims=True), atol=1e-6)
+    assert_forward(out, lse, q, k, v, band=Band(-7, 7), softmax_scale=1.0)
 
 
 @pytest.mark.parametrize("lengths", [(5, 2), (70, 33), (130, 1), (200, 64)])
@@ -166,6 +165,41 @@ def test_a_row_that_sees_no_key_has_gradient_zero_and_gives_none(engine, lengths
     assert not again[0][:, :blind].any()
     for a, b in zip((dq, dk, dv), again, strict=True):
         assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("spoilt", ["k", "v"])
+@pytest.mark.parametrize("size", [np.nan, np.inf])
+def test_a_row_that_sees_no_key_has_gradient_zero_whatever_keys_hold(engine, spoilt, size):
+    q, k, v = qkv(70, 33)
+    {"k": k, "v": v}[spoilt][:, 0] = size
+    dout, dlse = draw(q.shape, (1, 2, 70))
+    dq, _, _ = gradients(engine, q, k, v, dout, dlse, causal=True, align="bottom_right")
+    assert not dq[:, :37].any()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
+def test_a_nan_of_any_bits_is_one(engine, bits):
+    """0x7fffffff is the NaN that a GPU's own arithmetic gives."""
+    q, k, v = qkv(70, 70)
+    q.view(np.uint32)[0, 3, 1, 3] = bits
+    out, lse = run(engine, q, k, v, causal=True)
+    assert np.isnan(out[0, 3, 1]).all()
+    assert np.isnan(lse[0, 1, 3])
+    assert np.isnan(out).sum() == 8
+    v.view(np.uint32)[0, 69, 0, 2] = bits
+    out, _ = run(engine, q, k, v, causal=True)
+    assert np.isnan(out[0, 69, 0, 2])
+
+
+def test_a_nan_score_makes_the_gradients_it_enters_nan(engine):
+    q, k, v = qkv(70, 70)
+    q[0, 69, 1, 3] = np.nan
+    dq, dk, dv = gradients(engine, q, k, v, *draw(q.shape), causal=True)
+    assert np.isnan(dq[0, 69, 1]).all()
+    assert np.isnan(dk[0, :, 1]).all()
+    assert np.isnan(dv[0, :, 1]).all()
+    for gradient in (dq[0, :, 0], dk[0, :, 0], dv[0, :, 0]):
+        assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("row", [0, 3, 69])

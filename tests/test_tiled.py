@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
@@ -353,3 +356,25 @@ def test_products_in_pieces(shape: tuple[int, int, int]) -> None:
     out = np.empty((2, rows, columns), np.float32)
     assert heads.matmul(transposed, b, out) is out
     assert np.array_equal(out, a @ b)
+
+
+def test_a_thread_that_outlives_the_main_thread_still_computes() -> None:
+    script = """
+import threading
+import numpy as np
+import cuattn
+
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1500, 2, 64), dtype=np.float32)
+want = cuattn.attention(q, k, v)
+
+def late():
+    threading.main_thread().join()
+    assert np.array_equal(cuattn.attention(q, k, v), want)
+    print("computed", flush=True)
+
+threading.Thread(target=late).start()
+"""
+    command = [sys.executable, "-c", script]
+    root = Path(__file__).parents[1]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert run.stdout == "computed\n", run.stderr

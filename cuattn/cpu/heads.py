@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -195,6 +196,8 @@ def run(
 
 def _num_cores() -> int:
     """Cores that this process may use."""
+    if not threading.main_thread().is_alive():
+        return 1  # the interpreter is shutting down and starts no more pools
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

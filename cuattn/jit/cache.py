@@ -84,7 +84,10 @@ def cache_key(unit: Unit, options: CompileOptions, nvrtc: tuple[int, int]) -> st
 def default_directory() -> Path | None:
     """CUATTN_CACHE_DIR, else the user's cache folder; None where there is no home."""
     if chosen := os.environ.get("CUATTN_CACHE_DIR"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            return Path(chosen)  # ~somebody who has no home here
     variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
     if base := os.environ.get(variable):
         return Path(base) / "cuattn"
@@ -202,20 +205,22 @@ def _publish(folder: Path, unit: Unit, options: CompileOptions, entry: Entry) ->
         meta = json.dumps(_meta(unit, options, entry), indent=1)
         (building / "meta.json").write_text(meta, encoding="utf-8")
         building.chmod(0o755)  # why: mkdtemp makes it private, a shared cache is read by others
+        trouble: OSError | None = None
         for _ in range(8):
             try:
                 building.rename(folder)
-            except OSError:
-                # why no test of the error: what a taken name raises differs by system
+            except OSError as error:
+                # why no test of the error: what a taken name raises differs by system. And the
+                # folder may be gone by now, for others discard damaged entries too: try again.
+                trouble = error
                 winner = _read(folder, entry.key)
                 if winner is not None:
                     return winner
-                if not folder.exists():
-                    raise
-                _discard(folder)
+                if folder.exists():
+                    _discard(folder)
             else:
                 return Entry(entry.key, entry.compiled, folder)
-        raise OSError(f"{folder} holds a damaged entry that cannot be replaced")
+        raise OSError(f"{folder} cannot be put in place") from trouble
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -271,6 +276,10 @@ def build(
         entry = cache.get(unit, options)
         return unit, entry, time.perf_counter() - begin
 
+    if not threading.main_thread().is_alive():
+        # The interpreter is shutting down and starts no more pools.
+        yield from map(one, units)
+        return
     pool = ThreadPoolExecutor(jobs or os.cpu_count())
     try:
         for done in as_completed([pool.submit(one, unit) for unit in units]):

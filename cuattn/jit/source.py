@@ -86,7 +86,7 @@ def make_unit(
     name : str
         Symbol of the kernel: lower-case letters, digits and underscores.
     header : str
-        Include path of the file that defines ``entry``, as ``"kernel/fwd_simt.cuh"``.
+        Include path of the file that defines ``entry``, as ``"kernel/simt.cuh"``.
     entry : str
         The device function template inside namespace cuattn, as ``"kernel::fwd_simt"``.
     config : (Struct, mapping)

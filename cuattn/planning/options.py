@@ -141,10 +141,14 @@ def read_scale(asked: Any, head_dim: int, accumulator: str) -> float:
     if asked is None:
         return 1.0 / math.sqrt(head_dim)
     scale = _real("softmax_scale", asked)
-    # Engines work in log2 units, so scale * log2(e) must be finite too.
-    if not abs(scale) < float(np.finfo(accumulator).max) / 2:
+    limits = np.finfo(accumulator)
+    # Half of the largest number leaves room for a rounding; below the smallest normal one, the
+    # scale itself would be rounded coarsely, or to 0.
+    if not (scale == 0 or float(limits.tiny) <= abs(scale) < float(limits.max) / 2):
         remedy = "pass None for 1 / sqrt(head_dim)"
-        expected = f"a real number, finite in {accumulator}"
+        expected = (
+            f"0, or a real number finite in {accumulator} and at least {limits.tiny:.3g} large"
+        )
         raise ArgumentError(explain_argument("softmax_scale", scale, expected, remedy))
     return scale
 

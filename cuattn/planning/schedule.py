@@ -11,8 +11,6 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from cuattn.planning.problem import AttentionProblem, Band
 
 
@@ -109,7 +107,15 @@ class RangeSchedule:
 
 def num_visible(problem: AttentionProblem) -> int:
     """(row, key) pairs that are seen, of one head: what FLOPs are counted from."""
-    rows = np.arange(problem.seqlen_q, dtype=np.int64)
-    first = np.maximum(rows + problem.band.lower, 0)
-    last = np.minimum(rows + problem.band.upper, problem.seqlen_k - 1)
-    return int(np.maximum(last - first + 1, 0).sum())
+
+    def keys_up_to(distance: int) -> int:
+        """Pairs with ``j - i <= distance``: row i has ``distance + 1 + i`` keys, 0 to seqlen_k."""
+        return clamped_sum(distance + 1 + problem.seqlen_q) - clamped_sum(distance + 1)
+
+    def clamped_sum(end: int) -> int:
+        """The sum over x < end of x, but at least 0 and at most seqlen_k."""
+        rising = min(max(end, 0), problem.seqlen_k)
+        return rising * (rising - 1) // 2 + max(end - problem.seqlen_k, 0) * problem.seqlen_k
+
+    band = problem.band
+    return max(0, keys_up_to(band.upper) - keys_up_to(band.lower - 1))

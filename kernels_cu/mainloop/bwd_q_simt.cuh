@@ -99,7 +99,11 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
       if (!one_chunk) Base::reload(load_k, slice_begin);
       tile::gemm_nn(rdQ, sdS, sK);
     }
-    Results::each([&](int i, int j) { rdQ.at(i, j) *= scale; });
+    // A row that sees no key has dS = 0, but not 0 times what another row's key may hold.
+    Results::each([&](int i, int j) {
+      const bool is_seen = statistics[i].lse != infinity<Value>();
+      rdQ.at(i, j) = is_seen ? rdQ.at(i, j) * scale : Value(0);
+    });
     const tile::GlobalRows<Stored> gdQ(params.dq, work.batch_idx, work.head_idx);
     Base::store(rdQ, gdQ, rows, slice_begin, shape.head_dim);
   }

@@ -1,7 +1,7 @@
-// Barriers, shuffles and reductions to memory. Layer: ptx.
+// Barriers and shuffles. Layer: ptx.
 //
 // source: PTX ISA, "Parallel Synchronization and Communication Instructions": bar.sync,
-// bar.warp.sync, shfl.sync, red.
+// bar.warp.sync, shfl.sync.
 #pragma once
 #include "base/prelude.cuh"
 
@@ -14,8 +14,5 @@ template <class T>
 CUATTN_DEVICE T shuffle_xor(T x, int lane_mask) {
   return __shfl_xor_sync(kFullWarp, x, lane_mask);
 }
-
-CUATTN_DEVICE void reduce_add(f32* address, f32 x) { atomicAdd(address, x); }
-CUATTN_DEVICE void reduce_add(f64* address, f64 x) { atomicAdd(address, x); }
 
 }  // namespace cuattn::ptx

@@ -4,7 +4,8 @@
 // lo lo is below that, so three remain: lo hi + hi lo + hi hi. Tensor cores round their sums
 // towards zero, so a large sum must be short. A product over positions starts from zero in every
 // tile and joins the result by an ordinary addition. Scores, which are exponentiated, take all
-// small terms before the first large one; families.py keeps them to one chunk of head dims.
+// small terms before the first large one; families.py keeps them to one chunk of head dims. An
+// infinity, and what rounds to one in tf32, makes NaN of every sum it enters: inf - inf is its lo.
 // source: Ootomo and Yokota 2022 (error correction of tensor-core products).
 #pragma once
 #include "ptx/mma.cuh"
@@ -24,10 +25,8 @@ struct SplitTf32 {
   CUATTN_DEVICE void set(int i, f32 x) {
     hi[i] = __float_as_uint(x) + 0x1000u;
     if constexpr (kTerms != Terms::kLarge) {
-      const f32 rest = x - __uint_as_float(hi[i] & 0xffffe000u);
-      // why this is right for infinities too: inf - inf is the canonical NaN 0x7fffffff, which the
-      // addition turns into a zero. source: PTX ISA, "add".
-      lo[i] = __float_as_uint(rest) + 0x1000u;
+      // A NaN stays one here, also where the rounding above has wrapped its bits round to a zero.
+      lo[i] = __float_as_uint(x - __uint_as_float(hi[i] & 0xffffe000u));
     }
   }
 };
@@ -95,6 +94,7 @@ template <bool kScores, int kWarps, int kTileRows, int kTileCols, class TileA, c
 CUATTN_DEVICE void gemm_nt(MmaFragment<kWarps, kTileRows, kTileCols>& acc, TileA a, TileB b,
                            int depth) {
   if constexpr (kScores) {
+    // invariant: small terms of NaN are NaN, so that of the large ones alone none may get lost.
     gemm_nt_terms<Terms::kSmall>(acc, a, b, depth);
     gemm_nt_terms<Terms::kLarge>(acc, a, b, depth);
   } else {

@@ -75,6 +75,7 @@ CUATTN_DEVICE void load_vectors(SharedTile<T, kRows, kCols, kPadding> tile,
   // So many bytes under way before the first is used; single elements are the rare case, and code.
   constexpr int kMost = (kVector == 1 ? 32 : 64) / int(kVector * sizeof(T));
   constexpr int kInFlight = min(kPasses, kMost);
+  static_assert(kPasses % kInFlight == 0);
 
   const int first_row = threadIdx.x / kPerRow, col = threadIdx.x % kPerRow * kVector;
   const bool col_inside = col_begin + col < col_end;
