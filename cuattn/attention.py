@@ -370,7 +370,8 @@ def attention_vjp(
     (1, 3, 1, 2)
     """
     check_flag("return_lse", return_lse)
-    out, res = attention_forward(q, k, v, out=out, **options)
+    out, lse, call = _forward(q, k, v, out, options_of("attention_vjp", options), keep_lse=True)
+    res = Residuals(q, k, v, out, lse, call)
 
     def vjp(
         dout: Array | None, dlse: Array | None = None, wrt: Iterable[str] | None = None
