@@ -76,7 +76,7 @@ CHANGES = {
     "border": (replace(UNIT, headers={"a.cuh": "onet", "b.cuh": "wo"}), OPTIONS, (13, 5)),
     "arch": (UNIT, CompileOptions("sm_80"), (13, 5)),
     "lineinfo": (UNIT, replace(OPTIONS, lineinfo=True), (13, 5)),
-    "debug": (UNIT, replace(OPTIONS, debug=True), (13, 5)),
+    "fmad": (UNIT, replace(OPTIONS, fmad=False), (13, 5)),
     "fmad": (UNIT, replace(OPTIONS, fmad=False), (13, 5)),
     "nvrtc": (UNIT, OPTIONS, (13, 6)),
 }

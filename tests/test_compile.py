@@ -111,7 +111,7 @@ def test_float32_keeps_its_accuracy():
 
 @pytest.mark.parametrize(
     ("changes", "flag"),
-    [({"lineinfo": True}, "-lineinfo"), ({"debug": True}, "-G"), ({"fmad": False}, "-fmad=false")],
+    [({"lineinfo": True}, "-lineinfo"), ({"fmad": False}, "-fmad=false")],
 )
 def test_an_option_is_a_flag_that_nvrtc_takes(changes, flag):
     needs.nvrtc()

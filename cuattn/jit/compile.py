@@ -25,7 +25,8 @@ class CompileOptions:
     """Every choice that changes the machine code.
 
     float32 means float32 accuracy, so denormals stay and division and square root are correctly
-    rounded; there is no switch for less.
+    rounded; there is no switch for less. Nor is there one for unoptimised code: after one unit with
+    -G, NVRTC 13.5 spends more registers on every further unit of the process, and kernels spill.
 
     Attributes
     ----------
@@ -33,15 +34,12 @@ class CompileOptions:
         The target, as ``"sm_90a"``.
     lineinfo : bool
         Map instructions to source lines, for profilers and compute-sanitizer; same speed.
-    debug : bool
-        Unoptimised device code for a debugger.
     fmad : bool
         Contract a * b + c into one rounding.
     """
 
     arch: str
     lineinfo: bool = False
-    debug: bool = False
     fmad: bool = True
 
     def flags(self) -> tuple[str, ...]:
@@ -57,8 +55,6 @@ class CompileOptions:
         ]
         if self.lineinfo:
             flags.append("-lineinfo")
-        if self.debug:
-            flags.append("-G")
         return tuple(flags)
 
 
