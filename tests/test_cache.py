@@ -77,7 +77,6 @@ CHANGES = {
     "arch": (UNIT, CompileOptions("sm_80"), (13, 5)),
     "lineinfo": (UNIT, replace(OPTIONS, lineinfo=True), (13, 5)),
     "fmad": (UNIT, replace(OPTIONS, fmad=False), (13, 5)),
-    "fmad": (UNIT, replace(OPTIONS, fmad=False), (13, 5)),
     "nvrtc": (UNIT, OPTIONS, (13, 6)),
 }
 
