@@ -109,12 +109,11 @@ class Tiled:
         return next(filling, tiles[-1])
 
     def fitting_tiles(self, kernel: str, accumulator: str, device: Device) -> list[Tile]:
-        """The tiles for such devices whose shared memory a block can have."""
+        """The tiles whose shared memory a block of the device can have."""
         return [
             tile
             for tile in TILES[self.name, kernel, accumulator]
-            if tile.min_capability <= device.capability
-            and self.smem_bytes(kernel, tile, accumulator) <= device.smem_per_block
+            if self.smem_bytes(kernel, tile, accumulator) <= device.smem_per_block
         ]
 
     def spec(self, kernel: str, tile: Tile, dtype: str, out_dtype: str, wrt: Wrt) -> KernelSpec:

@@ -22,13 +22,12 @@ class Tile:
     rows_per_thread: int
     num_lanes: int
     min_blocks: int  # blocks that an SM must be able to hold: bounds the registers of a thread
-    min_capability: int = 75  # older devices spill its registers, or have not been measured
 
 
 #: By family, kernel and accumulator, the largest tile first; the last one fits every device.
 TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
     ("simt", "fwd", "float32"): (
-        Tile(128, 64, 64, 8, 8, 2, 90),  # 37.2; 128 x 128 on 256 threads 32.1, 64 x 64 29.1
+        Tile(128, 64, 64, 8, 8, 2),  # 37.2; 128 x 128 on 256 threads 32.1, 64 x 64 29.1
         Tile(64, 32, 64, 4, 8, 2),
         Tile(32, 32, 64, 4, 8, 2),
     ),
@@ -37,7 +36,7 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
         Tile(32, 32, 32, 4, 8, 2),
     ),
     ("simt", "bwd_q", "float32"): (
-        Tile(128, 32, 64, 8, 8, 2, 90),  # 36.1; 128 x 64 on 256 threads 31.2, 64 x 64 30.6
+        Tile(128, 32, 64, 8, 8, 2),  # 36.1; 128 x 64 on 256 threads 31.2, 64 x 64 30.6
         Tile(64, 32, 64, 4, 8, 2),
         Tile(32, 32, 64, 4, 8, 2),
     ),
@@ -47,27 +46,27 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
         Tile(32, 32, 32, 4, 8, 2),
     ),
     ("simt", "bwd_kv", "float32"): (
-        Tile(32, 128, 64, 8, 8, 2, 90),  # 36.7; 64 x 128 on 256 threads 29.9, 64 x 64 27.4
+        Tile(32, 128, 64, 8, 8, 2),  # 36.7; 64 x 128 on 256 threads 29.9, 64 x 64 27.4
         Tile(32, 64, 64, 4, 8, 2),
         Tile(32, 32, 64, 4, 8, 2),
     ),
     ("simt", "bwd_kv", "float64"): (
         Tile(64, 64, 64, 4, 16, 1),  # 12.4
         Tile(32, 64, 64, 4, 16, 1),  # 11.0; block_d 32 on 128 threads 7.4
-        Tile(32, 32, 32, 2, 8, 2),
+        Tile(32, 32, 32, 4, 8, 2),
     ),
     ("tf32x3", "fwd", "float32"): (
-        Tile(128, 64, 64, 4, 4, 2, 90),  # 50.4; 128 x 32 43.5, 128 x 64 on 256 threads 33.5
+        Tile(128, 64, 64, 4, 4, 2),  # 50.4; 128 x 32 43.5, 128 x 64 on 256 threads 33.5
         Tile(64, 32, 64, 2, 4, 3),  # 31.2
         Tile(32, 32, 64, 2, 4, 3),
     ),
     ("tf32x3", "bwd_q", "float32"): (
-        Tile(128, 32, 64, 4, 4, 2, 90),  # 51.5
+        Tile(128, 32, 64, 4, 4, 2),  # 51.5
         Tile(64, 64, 64, 2, 4, 2),  # 39.5
         Tile(32, 32, 64, 2, 4, 2),
     ),
     ("tf32x3", "bwd_kv", "float32"): (
-        Tile(32, 128, 64, 4, 4, 2, 90),  # 47.2; 64 x 128 on 256 threads 37.2
+        Tile(32, 128, 64, 4, 4, 2),  # 47.2; 64 x 128 on 256 threads 37.2
         Tile(64, 64, 64, 2, 4, 2),  # 33.7
         Tile(32, 32, 64, 2, 4, 2),
     ),
