@@ -1,11 +1,11 @@
 """Tile shapes, each with the measurement that chose it; the one place where sizes are numbers.
 
-Rows are tried from the top: see ``families.Tiled.choose_tile``. TFLOP/s count the products that a kernel
-does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC 13.0, batch 1, 8 heads,
-seqlen 4096, head_dim 64, full, 2026-11-29, each with the kernels as they stood when the shape was
-tried: numbers of one row compare, and tf32x3's are from before scores took their small terms first
-(about 5 % less) and before lo was left unrounded (about 6 % more). A row without a number serves
-devices with less shared memory, and problems with too few tiles for the device.
+Rows are tried from the top: see ``families.Tiled.choose_tile``. TFLOP/s count the products that a
+kernel does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC 13.0, batch 1,
+8 heads, seqlen 4096, head_dim 64, full, 2026-11-29, each with the kernels as they stood when the
+shape was tried: numbers of one row compare, and tf32x3's are from before scores took their small
+terms first (about 5 % less) and before lo was left unrounded (about 6 % more). A row without a
+number serves devices with less shared memory, and problems with too few tiles for the device.
 """
 
 from __future__ import annotations
