@@ -262,7 +262,7 @@ def layout_for(layout: object, name: str, ndim: int) -> Layout:
 
 def empty(device: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """New C-contiguous memory: NumPy's on the host, CuPy's pool on the current device."""
-    return np.empty(shape, dtype) if device is None else sys.modules["cupy"].empty(shape, dtype)
+    return np.empty(shape, dtype) if device is None else sys.modules["cupy"].ndarray(shape, dtype)
 
 
 _STAY = contextlib.nullcontext()
@@ -273,8 +273,10 @@ def on_device(device: int | None) -> contextlib.AbstractContextManager[Any]:
     if device is None:
         return _STAY
     cuda = sys.modules["cupy"].cuda
+    if cuda.runtime.getDevice() == device:
+        return _STAY
     guard: contextlib.AbstractContextManager[Any] = cuda.Device(device)
-    return _STAY if cuda.runtime.getDevice() == device else guard
+    return guard
 
 
 class _Extent:

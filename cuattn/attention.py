@@ -43,13 +43,11 @@ def _forward(
     q: Array, k: Array, v: Array, out: Array | None, options: tuple[Any, ...], *, keep_lse: bool
 ) -> tuple[Array, Array | None, ForwardCall]:
     call = prepare(q, k, v, out, options)
-    view = call.layout.view
     with on_device(call.device):
         if out is None:
             out = empty(call.device, call.out_shape, call.out_dtype)
         lse = empty(call.device, call.lse_shape, call.lse_dtype) if keep_lse else None
-        lse_view = None if lse is None else call.layout.lse_view(lse)
-        execute.forward(call.problem, view(q), view(k), view(v), view(out), lse_view)
+        execute.forward(call.problem, call.layout, q, k, v, out, lse)
     return out, lse, call
 
 
@@ -302,25 +300,13 @@ def attention_backward(
         None if dlse is None else spec_of("dlse", dlse),
         names_in(wrt),
     )
-    view = call.layout.view
     with on_device(call.device):
         gradients = {
             "d" + name: empty(call.device, getattr(call, name).shape, call.q.dtype)
             for name in problem.wrt
         }
-        views = {name: view(array) for name, array in gradients.items()}
         execute.backward(
-            problem,
-            view(res.q),
-            view(res.k),
-            view(res.v),
-            view(res.out),
-            call.layout.lse_view(res.lse),
-            None if dout is None else view(dout),
-            None if dlse is None else call.layout.lse_view(dlse),
-            dq=views.get("dq"),
-            dk=views.get("dk"),
-            dv=views.get("dv"),
+            problem, call.layout, res.q, res.k, res.v, res.out, res.lse, dout, dlse, gradients
         )
     return Gradients(**gradients)
 

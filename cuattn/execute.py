@@ -1,25 +1,27 @@
 """Plans meet arrays: NumPy goes to the tiled CPU engine, CuPy to compiled kernels on its stream.
 
-With ``precompile`` the only file that knows both planning and jit. Arrays arrive in the canonical
-axes (batch, seqlen, heads, dim), lse and dlse as (batch, heads_q, seqlen_q); outputs are allocated.
+With ``precompile`` the only file that knows both planning and jit. Arrays arrive in the caller's
+layout, outputs allocated. The CPU engine gets views in the canonical axes; a kernel needs none of
+an array but its address, the strides are in the problem.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import numpy as np
 
+from cuattn._arrays import Layout
 from cuattn._typing import Array
 from cuattn.abi import structs
 from cuattn.abi.template import Template
 from cuattn.cpu import tiled
 from cuattn.jit.cache import build
 from cuattn.jit.compile import CompileOptions, arch_for_device, debugging
-from cuattn.jit.launch import Kernel, load
+from cuattn.jit.launch import load
 from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
 from cuattn.planning.plan import KernelSpec, Plan, parameters
@@ -61,19 +63,27 @@ class Executable:
         self.device_id = device_id
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
         self._template = Template(struct, parameters(plan.problem))
+        itemsize = np.dtype(plan.problem.accumulator).itemsize
+        self._workspace = [(name, size * itemsize) for name, size in plan.workspace]
         units = [unit_of(launch.kernel) for launch in plan.launches]
         for _ in build(units, CompileOptions(plan.device.arch, lineinfo=debugging())):
             pass  # all of a plan side by side, before `load` asks for each
-        self._launches: list[tuple[Kernel, int]] = [
-            (load(unit, plan.device.arch, launch.kernel.smem_bytes), launch.grid)
+        self._launches = [
+            load(unit, plan.device.arch, launch.kernel.smem_bytes).launcher(launch.grid)
             for unit, launch in zip(units, plan.launches, strict=True)
         ]
 
     def __call__(self, addresses: dict[str, int]) -> None:
         """Launch on CuPy's current stream; the device must be current."""
-        params = self._template.with_pointers(addresses)
-        for kernel, grid in self._launches:
-            kernel.launch(grid, params)
+        # Freed when this returns: what is on the stream by then still finds it as it is.
+        workspace = [
+            (name, sys.modules["cupy"].cuda.alloc(nbytes)) for name, nbytes in self._workspace
+        ]
+        for name, memory in workspace:
+            addresses[name] = memory.ptr
+        arguments = (self._template.with_pointers(addresses),)
+        for launch in self._launches:
+            launch(arguments)
 
 
 # By the identity of a problem, which the executable keeps alive: hashing one costs as much as all
@@ -103,14 +113,23 @@ def forget() -> None:
 
 
 def forward(
-    problem: AttentionProblem, q: Array, k: Array, v: Array, out: Array, lse: Array | None
+    problem: AttentionProblem,
+    layout: Layout,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
 ) -> None:
     """Write out, and lse unless it is None."""
     if isinstance(q, np.ndarray):
         if lse is None:
             shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
             lse = np.empty(shape, problem.accumulator)
-        tiled.forward(problem, q, k, v, out, lse)
+        else:
+            lse = layout.lse_view(lse)
+        view = layout.view
+        tiled.forward(problem, view(q), view(k), view(v), view(out), lse)
         return
     executable(problem, q.data.device_id)(
         {
@@ -125,6 +144,7 @@ def forward(
 
 def backward(
     problem: AttentionProblem,
+    layout: Layout,
     q: Array,
     k: Array,
     v: Array,
@@ -132,25 +152,38 @@ def backward(
     lse: Array,
     dout: Array | None,
     dlse: Array | None,
-    *,
-    dq: Array | None,
-    dk: Array | None,
-    dv: Array | None,
+    gradients: Mapping[str, Array],
 ) -> None:
-    """Write the gradients that ``problem.wrt`` asks for; dout and dlse None are 0."""
+    """Write the ``gradients`` ("dq", "dk", "dv") of ``problem.wrt``; dout and dlse None are 0."""
     if isinstance(q, np.ndarray):
-        tiled.backward(problem, q, k, v, out, lse, dout, dlse, dq=dq, dk=dk, dv=dv)
+        view = layout.view
+        views = {name: view(array) for name, array in gradients.items()}
+        tiled.backward(
+            problem,
+            view(q),
+            view(k),
+            view(v),
+            view(out),
+            layout.lse_view(lse),
+            None if dout is None else view(dout),
+            None if dlse is None else layout.lse_view(dlse),
+            dq=views.get("dq"),
+            dk=views.get("dk"),
+            dv=views.get("dv"),
+        )
         return
-    run = executable(problem, q.data.device_id)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    arrays |= {"dq": dq, "dk": dk, "dv": dv}
     if dout is None:
         # One zero under strides of 0 (Layouts.dout is None) stands for a whole array of them.
-        arrays["dout"] = _zero(out)
-    for name, size in run.plan.workspace:
-        arrays[name] = sys.modules["cupy"].empty(size, lse.dtype)
-    run({name: array.data.ptr for name, array in arrays.items() if array is not None})
-
-
-def _zero(like: Array) -> Any:
-    return sys.modules["cupy"].zeros(1, like.dtype)
+        dout = sys.modules["cupy"].zeros(1, out.dtype)
+    addresses = {
+        "q": q.data.ptr,
+        "k": k.data.ptr,
+        "v": v.data.ptr,
+        "out": out.data.ptr,
+        "lse": lse.data.ptr,
+        "dout": dout.data.ptr,
+        "dlse": 0 if dlse is None else dlse.data.ptr,
+    }
+    for name, array in gradients.items():
+        addresses[name] = array.data.ptr
+    executable(problem, q.data.device_id)(addresses)

@@ -8,6 +8,7 @@ import pytest
 import record
 
 from cuattn import execute
+from cuattn._arrays import LAYOUTS
 from cuattn.abi import structs
 from cuattn.abi.template import Template
 from cuattn.planning.device import known_device
@@ -15,6 +16,7 @@ from cuattn.planning.plan import parameters
 from cuattn.planning.select import plan_for
 
 H200 = known_device("sm_90a")
+BSHD = LAYOUTS["bshd"]
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 ARRAYS = {name: 256 * (i + 1) for i, name in enumerate((*TENSORS, "lse"))}
 FRESH = 1 << 40
@@ -33,15 +35,14 @@ class FakeCupy:
 
     def __init__(self):
         self.made = []
+        self.cuda = SimpleNamespace(alloc=self.alloc)
 
-    def empty(self, size, dtype):
-        return self._make("empty", size, dtype)
+    def alloc(self, nbytes):
+        self.made.append(("alloc", nbytes))
+        return SimpleNamespace(ptr=FRESH + len(self.made))
 
     def zeros(self, size, dtype):
-        return self._make("zeros", size, dtype)
-
-    def _make(self, how, size, dtype):
-        self.made.append((how, size, np.dtype(dtype)))
+        self.made.append(("zeros", size, np.dtype(dtype)))
         return FakeArray(FRESH + len(self.made), dtype)
 
 
@@ -53,11 +54,11 @@ def launched(monkeypatch):
     def load(unit, arch, smem_bytes):
         assert arch == "sm_90a"
 
-        def launch(grid, params):
+        def launcher(grid):
             struct = structs.FwdParams if "FwdParams" in unit.text else structs.BwdParams
-            launches.append((unit.name, grid, pointers(struct, params)))
+            return lambda args: launches.append((unit.name, grid, pointers(struct, *args)))
 
-        return SimpleNamespace(launch=launch)
+        return SimpleNamespace(launcher=launcher)
 
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
     monkeypatch.setattr(execute, "load", load)
@@ -80,10 +81,10 @@ def run(op, **how):
     arrays = {name: FakeArray(pointer) for name, pointer in ARRAYS.items()}
     q, k, v, out, lse = (arrays[name] for name in ("q", "k", "v", "out", "lse"))
     if op == "forward":
-        execute.forward(asked, q, k, v, out, lse)
+        execute.forward(asked, BSHD, q, k, v, out, lse)
     else:
-        gradients = {"d" + n: arrays["d" + n] if n in asked.wrt else None for n in "qkv"}
-        execute.backward(asked, q, k, v, out, lse, arrays["dout"], None, **gradients)
+        gradients = {"d" + name: arrays["d" + name] for name in asked.wrt}
+        execute.backward(asked, BSHD, q, k, v, out, lse, arrays["dout"], None, gradients)
     return asked
 
 
@@ -106,7 +107,7 @@ def test_a_backward_launches_its_plan_in_order_with_every_pointer(launched):
         assert given.pop("dlse") == 0
         assert given == {name: ARRAYS[name] for name in given}
     rows = asked.batch * asked.num_heads_q * asked.seqlen_q
-    assert sys.modules["cupy"].made == [("empty", rows, np.dtype("float32"))]
+    assert sys.modules["cupy"].made == [("alloc", 4 * rows)]
 
 
 def test_a_gradient_that_is_not_asked_for_has_no_pointer(launched):
@@ -118,9 +119,8 @@ def test_a_gradient_that_is_not_asked_for_has_no_pointer(launched):
 def test_a_missing_dout_is_one_zero(launched):
     asked = record.problem("backward", "float16", out_dtype="float32")
     half, single = FakeArray(512, np.float16), FakeArray(1024)
-    execute.backward(
-        asked, half, half, half, single, single, None, single, dq=half, dk=half, dv=half
-    )
+    gradients = {"dq": half, "dk": half, "dv": half}
+    execute.backward(asked, BSHD, half, half, half, single, single, None, single, gradients)
     assert ("zeros", 1, np.dtype("float32")) in sys.modules["cupy"].made
     for _, _, given in launched:
         assert given["dout"] >= FRESH

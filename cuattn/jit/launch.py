@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,8 @@ from cuattn.jit.source import Unit
 _DEFAULT_SMEM_BYTES = 48 * 1024
 
 _MAX_GRID = 2**31 - 1
+
+Launcher = Callable[[tuple[np.void, ...]], None]
 
 
 class _Function(Protocol):
@@ -62,31 +66,37 @@ class Kernel:
     smem_bytes: int
     synchronize: bool
 
-    def launch(self, grid: int, params: np.void) -> None:
-        """Launch ``grid`` blocks on CuPy's current stream of the current device.
+    def launcher(self, grid: int) -> Launcher:
+        """What launches ``grid`` blocks on CuPy's current stream of the current device.
 
         Parameters
         ----------
         grid : int
-            Blocks, at most 2**31 - 1; zero launches nothing.
-        params : numpy.void
-            The parameter struct, passed by value (``abi.template.Template``).
+            Blocks, 1 to 2**31 - 1; a plan has no launch without blocks.
+
+        Returns
+        -------
+        launcher : callable
+            Takes the kernel's arguments as a tuple: the parameter struct as numpy.void, which is
+            passed by value (``abi.template.Template``).
 
         Raises
         ------
         ValueError
-            The grid exceeds what a device can launch.
+            The grid is none that a device can launch: CuPy would launch one block for zero, and
+            wrap a larger number.
         """
         if not 0 < grid <= _MAX_GRID:
-            # why: CuPy would launch one block for zero and wrap a larger number
-            if grid == 0:
-                return
-            raise ValueError(f"{self.name}: got a grid of {grid}; expected 0 to {_MAX_GRID}")
-        self.function((grid, 1, 1), self.block, (params,), self.smem_bytes)
-        if self.synchronize:
-            import cupy
+            raise ValueError(f"{self.name}: got a grid of {grid}; expected 1 to {_MAX_GRID}")
+        launch = partial(self.function, (grid, 1, 1), self.block, shared_mem=self.smem_bytes)
+        return partial(_and_wait, launch) if self.synchronize else launch
 
-            cupy.cuda.get_current_stream().synchronize()
+
+def _and_wait(launch: Launcher, arguments: tuple[np.void, ...]) -> None:
+    import cupy
+
+    launch(arguments)
+    cupy.cuda.get_current_stream().synchronize()
 
 
 _kernels: dict[tuple[int, str, int], Kernel] = {}

@@ -26,8 +26,7 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
     const int results = max(kWantsDk ? shape.head_dim : 0, kWantsDv ? shape.head_dim_v : 0);
-    const Work work(ceil_div(shape.seqlen_k, C.block_n), ceil_div(results, kDims),
-                    shape.num_heads_kv);
+    const Work work = Work::of<false>(ceil_div(shape.seqlen_k, C.block_n), ceil_div(results, kDims), shape.num_heads_kv);
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const int slice_begin = work.slice * kDims;
 

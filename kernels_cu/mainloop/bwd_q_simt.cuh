@@ -21,8 +21,7 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
   CUATTN_DEVICE static void run(const BwdParams& params, Value* shared) {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
-    const Work work(ceil_div(shape.seqlen_q, C.block_m), ceil_div(shape.head_dim, kDims),
-                    shape.num_heads_q);
+    const Work work = Work::of<true>(ceil_div(shape.seqlen_q, C.block_m), ceil_div(shape.head_dim, kDims), shape.num_heads_q);
     const int head_kv = work.head_idx / (shape.num_heads_q / shape.num_heads_kv);
     const int slice_begin = work.slice * kDims;
 

@@ -24,18 +24,19 @@
 
 namespace cuattn::mainloop {
 
-// The place of a CTA in the problem. Tiles of one head are neighbours, so that they share its keys
-// in the cache, and the last tile comes first: under a causal band it is the longest.
+// The place of a CTA in the problem. All heads' first tiles come before any head's second, so that
+// the CTAs that start last, and decide when the device falls idle, are those of the shortest tiles.
 struct Work {
   int batch_idx, head_idx, slice, block;
 
-  CUATTN_DEVICE Work(int num_blocks, int num_slices, int num_heads) {
-    const u32 index = blockIdx.x;
-    block = num_blocks - 1 - index % num_blocks;
-    const u32 rest = index / num_blocks;
-    slice = rest % num_slices;
-    head_idx = rest / num_slices % num_heads;
-    batch_idx = rest / num_slices / num_heads;
+  // kOwnsQueries: under a causal band the last query tile is the longest, and the first key tile.
+  template <bool kOwnsQueries>
+  CUATTN_DEVICE static Work of(int num_blocks, int num_slices, int num_heads) {
+    const u32 per_block = gridDim.x / num_blocks;
+    const int block = blockIdx.x / per_block;
+    const u32 rest = blockIdx.x % per_block;
+    return {int(rest / num_slices / num_heads), int(rest / num_slices % num_heads),
+            int(rest % num_slices), kOwnsQueries ? num_blocks - 1 - block : block};
   }
 };
 
