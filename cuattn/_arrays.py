@@ -152,7 +152,13 @@ def check_together(name: str, spec: ArraySpec, like_name: str, like: ArraySpec) 
                 f"copy it there: with cupy.cuda.Device({like.device}): {name}.copy()",
             )
         )
-    if spec.device is not None and not is_aligned(spec):
+    if spec.device is not None:
+        check_aligned(name, spec)
+
+
+def check_aligned(name: str, spec: ArraySpec) -> None:
+    """Every element lies where a load of one element can read it."""
+    if not is_aligned(spec):
         raise ArgumentError(
             explain_argument(
                 name,

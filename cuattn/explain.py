@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cuattn import execute
+from cuattn._arrays import check_aligned, spec_of
 from cuattn._typing import Array
 from cuattn.attention import attention, check_flag, options_of, prepare
 from cuattn.cpu.heads import Visible, split
@@ -88,6 +89,10 @@ def explain(
     problems = both_passes(call)
     if device is not None:
         target = _known_device(device)
+        for name, spec in (("q", call.q), ("k", call.k), ("v", call.v)):
+            check_aligned(name, spec)  # which host arrays need not be
+        if out is not None:
+            check_aligned("out", spec_of("out", out))
     elif call.device is not None:
         target = execute.cuda_device(call.device)
     else:

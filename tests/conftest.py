@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import record
 from strategies import DTYPES
+from tiles import tile_of_rank
 
 from cuattn import execute
 from cuattn.planning import select
@@ -35,6 +37,10 @@ class NumpyEngine:
     def asnumpy(self, array):
         return array
 
+    def tile(self, rank):
+        """Compute in the tile of this rank of a family's table; here there is one for all."""
+        return contextlib.nullcontext()
+
 
 class CudaEngine:
     """Compiled kernels of one family on CuPy arrays; ``dtypes`` are those that it takes."""
@@ -56,6 +62,9 @@ class CudaEngine:
 
     def asnumpy(self, array):
         return self.xp.asnumpy(array)
+
+    def tile(self, rank):
+        return tile_of_rank(rank)
 
 
 def cuda_devices():

@@ -11,12 +11,14 @@ sizes that end inside tiles, several chunks of head dims, groups of heads and em
 
 from __future__ import annotations
 
+import itertools
+
 import cupy
 import numpy as np
 from strategies import Problem
+from tiles import RANKS, tile_of_rank
 
 import cuattn
-from cuattn import execute
 from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
 
@@ -24,29 +26,34 @@ PROBLEMS = (
     Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
     Problem("float32", "bhsd", 2, 130, 140, 2, 1, 64, 64),
     Problem("float32", "bshd", 1, 20, 37, 1, 1, 130, 70, causal=True, align="top_left"),
-    Problem("float32", "bshd", 1, 600, 600, 8, 2, 64, 64, causal=True),
+    Problem("float32", "bshd", 1, 300, 290, 1, 1, 64, 64, causal=True, align="bottom_right"),
     Problem("float16", "bshd", 1, 140, 150, 1, 2, 64, 40, out_dtype="float32"),
     Problem("bfloat16", "bshd", 1, 65, 33, 2, 1, 7, 3, causal=True, align="bottom_right"),
     Problem("float64", "bshd", 1, 70, 90, 1, 2, 40, 72),
+    Problem("float64", "bshd", 1, 150, 140, 1, 1, 33, 64, causal=True, align="top_left"),
 )
 
 
 def main() -> None:
-    """Run every problem, forward and backward, on every family that takes its dtype."""
+    """Run every problem in every tile of every family that takes its dtype."""
     cupy.cuda.set_allocator(None)
     for family in FAMILIES:
         # The family under test first, the one that takes everything behind it.
         select.FAMILIES = (family, FAMILIES[-1])
-        execute.forget()
-        for problem in PROBLEMS:
-            if problem.dtype not in family.dtypes:
-                continue
-            arrays = (cupy.asarray(np.ascontiguousarray(array)) for array in problem.arrays())
-            out, residuals = cuattn.attention_forward(*arrays, **problem.options)
-            dlse = cupy.ones_like(residuals.lse)
-            cuattn.attention_backward(residuals, cupy.ones_like(out), dlse)
-            cupy.cuda.get_current_stream().synchronize()
-            print(family.name, problem.dtype, "ran", flush=True)
+        mine = [problem for problem in PROBLEMS if problem.dtype in family.dtypes]
+        for rank, problem in itertools.product(RANKS, mine):
+            with tile_of_rank(rank):
+                run(problem)
+            print(family.name, problem.dtype, "in tile", rank, "ran", flush=True)
+
+
+def run(problem: Problem) -> None:
+    """One forward and one backward."""
+    arrays = (cupy.asarray(np.ascontiguousarray(array)) for array in problem.arrays())
+    out, residuals = cuattn.attention_forward(*arrays, **problem.options)
+    dlse = cupy.ones_like(residuals.lse)
+    cuattn.attention_backward(residuals, cupy.ones_like(out), dlse)
+    cupy.cuda.get_current_stream().synchronize()
 
 
 if __name__ == "__main__":

@@ -197,6 +197,14 @@ def test_options_are_keyword_only():
         cuattn.attention(*[ones(1, 2, 1, 4)] * 3, True)
 
 
+def test_out_of_the_accumulators_dtype_needs_out_dtype():
+    q, k, v = (ones(2, 6, 4, 8, dtype="f2") for _ in "qkv")
+    out = ones(2, 6, 4, 8)
+    with pytest.raises(DTypeError, match=r"out: got dtype float32; .*pass out_dtype='float32'"):
+        cuattn.attention(q, k, v, out=out)
+    assert cuattn.attention(q, k, v, out=out, out_dtype="float32") is out
+
+
 def test_out_read_only():
     out = ones(2, 6, 4, 5)
     out.flags.writeable = False

@@ -4,23 +4,33 @@ import numpy as np
 import pytest
 from calls import check_backward
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import DTYPES, Problem, problems
+from tiles import RANKS
 
 import cuattn
 
 
 @settings(max_examples=400)
-@given(problem=problems())
-def test_any_problem(engine, problem):
-    check_backward(engine, problem.within(engine.dtypes))
+@given(problem=problems(), rank=st.sampled_from(RANKS))
+def test_any_problem(engine, problem, rank):
+    with engine.tile(rank):
+        check_backward(engine, problem.within(engine.dtypes))
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tiles(engine, dtype, causal, rank):
+    align = "bottom_right" if causal else None
+    problem = Problem(dtype, "bshd", 1, 260, 390, 1, 2, 64, 32, causal=causal, align=align)
+    with engine.tile(rank):
+        check_backward(engine, problem)
 
 
 @pytest.mark.parametrize("deterministic", [None, False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tiles(engine, dtype, causal, deterministic):
-    align = "bottom_right" if causal else None
-    problem = Problem(dtype, "bshd", 1, 260, 390, 1, 2, 64, 32, causal=causal, align=align)
+def test_deterministic_or_not_is_as_exact(engine, deterministic):
+    problem = Problem("float32", "bshd", 1, 70, 90, 2, 2, 64, 32)
     check_backward(engine, problem, deterministic=deterministic)
 
 

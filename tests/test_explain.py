@@ -73,9 +73,20 @@ def test_the_text_is_the_same_every_time():
 
 def test_the_reasons_of_families_before_are_given(no_compiler):
     text = cuattn.explain(*arrays(dtype="float16"), device="sm_90a")
-    assert lines(text, "declined") == ["tf32x3 needs float32, got float16"] * 2
+    reasons = ["tf32x3 needs float32, got float16", "dmma needs float64, got float16"]
+    assert lines(text, "declined") == reasons * 2
     text = cuattn.explain(*arrays(), device="sm_75")
-    assert lines(text, "declined") == ["tf32x3 needs sm_80 or later, got sm_75"] * 2
+    assert lines(text, "declined")[0] == "tf32x3 needs sm_80 or later, got sm_75"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_host_strides_that_a_device_cannot_load_are_refused_as_on_the_device(no_compiler, name):
+    packed = np.zeros((1, 32, 2, 8), np.dtype([("a", "f4"), ("b", "i1")]))["a"]
+    fine = np.zeros(packed.shape, np.float32)
+    given = {each: fine.copy() for each in ("q", "k", "v", "out")} | {name: packed}
+    cuattn.explain(**given)
+    with pytest.raises(cuattn.ArgumentError, match=f"{name}: .*multiples of the itemsize 4"):
+        cuattn.explain(**given, device="sm_90a")
 
 
 def test_without_a_compiler_everything_but_registers_is_said(no_compiler):

@@ -5,24 +5,28 @@ import pytest
 from calls import check_forward
 from compare import assert_forward
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import DTYPES, Problem, problems
+from tiles import RANKS
 
 import cuattn
 
 
 @settings(max_examples=400)
-@given(problem=problems())
-def test_any_problem(engine, problem):
-    check_forward(engine, problem.within(engine.dtypes))
+@given(problem=problems(), rank=st.sampled_from(RANKS))
+def test_any_problem(engine, problem, rank):
+    with engine.tile(rank):
+        check_forward(engine, problem.within(engine.dtypes))
 
 
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tiles(engine, dtype, causal):
+def test_many_tiles(engine, dtype, causal, rank):
     align = "bottom_right" if causal else None
-    check_forward(
-        engine, Problem(dtype, "bshd", 1, 515, 390, 1, 2, 64, 64, causal=causal, align=align)
-    )
+    problem = Problem(dtype, "bshd", 1, 515, 390, 1, 2, 64, 64, causal=causal, align=align)
+    with engine.tile(rank):
+        check_forward(engine, problem)
 
 
 def test_more_heads_than_a_grid_axis_holds(engine):

@@ -177,6 +177,17 @@ def test_a_row_that_sees_no_key_has_gradient_zero_whatever_keys_hold(engine, spo
     assert not dq[:, :37].any()
 
 
+def test_a_row_of_scores_of_minus_infinity_is_one_that_sees_no_key(engine):
+    q, k, v = (each.astype(np.float64) for each in qkv(70, 33))
+    q[0, 3], k[..., 2] = np.abs(q[0, 3]), -np.inf
+    out, lse = run(engine, q, k, v)
+    assert not out[0, 3].any()
+    assert np.isneginf(lse[0, :, 3]).all()
+    (dout,) = draw(q.shape)
+    dq, _, _ = gradients(engine, q, k, v, dout.astype(np.float64))
+    assert not dq[0, 3].any()
+
+
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
 def test_a_nan_of_any_bits_is_one(engine, bits):
     """0x7fffffff is the NaN that a GPU's own arithmetic gives."""

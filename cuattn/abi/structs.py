@@ -26,10 +26,10 @@ class DType(enum.IntEnum):
 
 
 class Product(enum.IntEnum):
-    """What multiplies tiles: ordinary arithmetic units, or tensor cores thrice."""
+    """What multiplies tiles: ordinary arithmetic units, or tensor cores."""
 
     Fma = 0
-    Tf32x3 = 1
+    Mma = 1
 
 
 class Wrt(enum.IntFlag, boundary=enum.STRICT):

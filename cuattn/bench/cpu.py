@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +23,14 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
 from numpy.typing import NDArray
 
+from cuattn.bench.timing import medians, rounds
 from cuattn.cpu import tiled
 from cuattn.planning.problem import AttentionProblem, Band, Layouts
 
 Array = NDArray[Any]
-HEADS, HEAD_DIM, REPEATS = 8, 64, 5
+HEADS, HEAD_DIM = 8, 64
+#: A call takes seconds here: each is a burst of its own.
+ONE_BY_ONE: dict[str, Any] = {"calls": 1, "repeats": 5, "warmups": 1}
 
 
 def problem_of(q: Array, k: Array, v: Array, *, causal: bool, wrt: tuple[str, ...] = ()) -> Any:
@@ -127,22 +128,6 @@ def gradients_in_place(
     return scale * (dS @ k), scale * (dS.T @ q), P.T @ dout
 
 
-def in_turns(*functions: Callable[[], object], repeats: int = REPEATS) -> NDArray[np.float64]:
-    """Seconds, shape (repeats, functions)."""
-    seconds = np.empty((repeats, len(functions)))
-    for row in seconds:
-        for index, function in enumerate(functions):
-            begin = time.perf_counter()
-            function()
-            row[index] = time.perf_counter() - begin
-    return seconds
-
-
-def medians(*functions: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Median seconds of each function; they take turns."""
-    return [statistics.median(column) for column in in_turns(*functions, repeats=repeats).T]
-
-
 def peak_bytes(function: Callable[[], object]) -> int:
     """Most memory NumPy held during a call, beyond what was there before it."""
     tracemalloc.start()
@@ -175,13 +160,13 @@ def compare_with_formula(seqlen: int, *, causal: bool) -> None:
 
     def report(what: str, ours: Callable[[], None], *formulas: Callable[[], object]) -> None:
         """Ours and two ways to write the formula, taking turns with nothing else."""
-        seconds = in_turns(ours, *formulas)
-        for way, head_seconds in zip(("", ", in place"), seconds.T[1:], strict=True):
+        own, *heads = map(np.asarray, rounds(ours, *formulas, **ONE_BY_ONE))
+        for way, head_seconds in zip(("", ", in place"), heads, strict=True):
             theirs = HEADS * head_seconds
             print(
                 f"float32   {'causal' if causal else 'full':7}{what + way:27} "
-                f"{np.median(seconds[:, 0]):7.3f} s   formula {np.median(theirs):7.3f} s   "
-                f"{np.median(theirs / seconds[:, 0]):5.2f} x"
+                f"{np.median(own):7.3f} s   formula {np.median(theirs):7.3f} s   "
+                f"{np.median(theirs / own):5.2f} x"
             )
 
     report("forward", engine.forward, lambda: probabilities(q, k, visible, None) @ v, in_place)
@@ -209,8 +194,8 @@ def compare_dtypes(seqlen: int) -> None:
         Engine(*random_arrays(4, (1, seqlen, HEADS, HEAD_DIM), dtype), causal=True)
         for dtype in dtypes
     ]
-    forwards = medians(*(engine.forward for engine in engines))
-    backwards = medians(*(engine.backward for engine in engines))
+    forwards = medians(*(engine.forward for engine in engines), **ONE_BY_ONE)
+    backwards = medians(*(engine.backward for engine in engines), **ONE_BY_ONE)
     for dtype, engine, forward, backward in zip(dtypes, engines, forwards, backwards, strict=True):
         memory = [peak_bytes(call) / 2**20 for call in (engine.forward, engine.backward)]
         print(
@@ -223,7 +208,7 @@ def compare_dtypes(seqlen: int) -> None:
 def many_tiny_heads() -> None:
     """65,540 heads of seqlen 4: past every 16-bit grid limit, and all overhead."""
     engine = Engine(*random_arrays(4, (65540, 4, 1, HEAD_DIM), "float32"), causal=True)
-    forward, backward = medians(engine.forward, engine.backward, repeats=1)
+    forward, backward = medians(engine.forward, engine.backward, **ONE_BY_ONE)
     print(f"float32   65540 heads of seqlen 4: forward {forward:.2f} s   backward {backward:.2f} s")
 
 
@@ -245,8 +230,8 @@ def compare_with_torch(seqlen: int) -> None:
         def backward(out: Any = out) -> None:
             torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-        ours, theirs = medians(engine.forward, forward)
-        ours_backward, theirs_backward = medians(engine.backward, backward)
+        ours, theirs = medians(engine.forward, forward, **ONE_BY_ONE)
+        ours_backward, theirs_backward = medians(engine.backward, backward, **ONE_BY_ONE)
         print(
             f"float32   {'causal' if causal else 'full':7}torch {torch.__version__}: forward "
             f"{theirs:.3f} s ({theirs / ours:.2f} x)   backward {theirs_backward:.3f} s "

@@ -11,36 +11,44 @@ from typing import Any
 CALLS, REPEATS = 10, 7
 
 
-def medians(
+def rounds(
     *functions: Callable[[], object],
     cupy: Any = None,
     calls: int = CALLS,
     repeats: int = REPEATS,
+    warmups: int = 2,
     between: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Median seconds of one call of each function; every round asks all of them once.
+) -> list[list[float]]:
+    """Seconds of one call of each function, round by round; every round asks all of them once.
 
     Parameters
     ----------
     *functions : callable
-        What is compared, without arguments. Each is called twice beforehand.
+        What is compared, without arguments.
     cupy : module, optional
         Measure the device between two events on the current stream; the host's clock without it.
     calls, repeats : int
         Calls of a burst, and bursts.
+    warmups : int
+        Calls of each beforehand.
     between : callable
         Runs after every burst, off the clock: for a host's clock, to let the device catch up.
     """
     burst = _host_burst if cupy is None else _device_burst
     for function in functions:
-        burst(cupy, function, 2)
+        burst(cupy, function, warmups)
         between()
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, own in zip(functions, seconds, strict=True):
             own.append(burst(cupy, function, calls) / calls)
             between()
-    return [statistics.median(own) for own in seconds]
+    return seconds
+
+
+def medians(*functions: Callable[[], object], **how: Any) -> list[float]:
+    """Median seconds of one call of each function; ``how`` as in ``rounds``."""
+    return [statistics.median(own) for own in rounds(*functions, **how)]
 
 
 def _host_burst(_: Any, function: Callable[[], object], calls: int) -> float:

@@ -171,7 +171,7 @@ def backward(
         for h, h_kv in query_heads(num_heads_q, num_heads_kv):
             q_head, k_head, v_head = q[b, :, h], k[b, :, h_kv], v[b, :, h_kv]
             dout_head = dout[b, :, h]
-            P, _ = softmax_rows(q_head, k_head, visible, softmax_scale, product)
+            P, lse = softmax_rows(q_head, k_head, visible, softmax_scale, product)
             with np.errstate(all="ignore"):
                 exact = visible_product(P, v_head, visible) if out is None else None
                 out_head = exact if out is None else out[b, :, h].astype(dtype)
@@ -180,6 +180,7 @@ def backward(
                 dS = P * (dP - delta[:, None] + dlse[b, h][:, None])
                 P, dS = _rounded(P, operand_dtype), _rounded(dS, operand_dtype)
                 dq[b, :, h] = scale * visible_product(dS, k_head, visible)
+                dq[b, np.isneginf(lse), h] = 0
                 dk[b, :, h_kv] += scale * visible_product(dS.T, q_head, visible.T)
                 dv[b, :, h_kv] += visible_product(P.T, dout_head, visible.T)
     return dq, dk, dv

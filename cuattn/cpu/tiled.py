@@ -149,6 +149,7 @@ class QueryHead:
 
     Q: Array  # times softmax_scale; the last column is -lse
     dO: Array  # the last column is -delta = dlse - rowsum(dO * out)
+    blind: Array  # (heads, rows): no key, or none but with a score of -inf
 
     @staticmethod
     def load(
@@ -166,8 +167,8 @@ class QueryHead:
         Q = heads.load_with_column(q, rows, dtype, group_idx)
         Q *= Q.dtype.type(problem.softmax_scale)
         L = heads.load_rows(lse, rows, dtype, group_idx)
-        # Where every score is -inf so is lse; from 0 instead, P = exp(-inf - 0) = 0.
-        Q[:, :, -1:] = -np.where(np.isneginf(L), 0, L)
+        blind = np.isneginf(L)
+        Q[:, :, -1:] = -np.where(blind, 0, L)  # why 0: P = exp(-inf - 0) = 0
         if dout is None:
             dO = np.zeros((len(heads), Q.shape[1], problem.head_dim_v + 1), dtype)
         else:
@@ -176,7 +177,7 @@ class QueryHead:
             dO[:, :, -1] = -np.einsum("hid,hid->hi", dO[:, :, :-1], O)
         if dlse is not None:
             dO[:, :, -1:] += heads.load_rows(dlse, rows, dtype, group_idx)
-        return QueryHead(Q, dO)
+        return QueryHead(Q, dO, blind[:, :, 0])
 
 
 def backward(
@@ -241,6 +242,7 @@ def backward(
                 dQ = part if dQ is None else np.add(dQ, part, out=dQ)
             if dq is not None and dQ is not None:
                 dQ *= dQ.dtype.type(problem.softmax_scale)
+                dQ[head.blind] = 0
                 heads.store(dq, visible.rows, dQ, group_idx)
 
         with np.errstate(all="ignore"):

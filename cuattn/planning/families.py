@@ -62,7 +62,7 @@ class Tiled:
     @property
     def rounds_to_zero(self) -> bool:
         """Whether sums over head dims and positions are rounded towards zero."""
-        return self.product == Product.Tf32x3
+        return self.product == Product.Mma and "float32" in self.dtypes
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         if problem.dtype not in self.dtypes:
@@ -94,9 +94,10 @@ class Tiled:
         own, stream = tile.block_m, tile.block_n
         if kernel == "bwd_kv":
             own, stream = stream, own
-        row = tile.block_d + (16 // itemsize if self.product == Product.Fma else 8)
+        padding, weight_padding = (16, 8) if self.product == Product.Fma else (32, 4)
+        row = tile.block_d + padding // itemsize
         own_tiles = 1 if kernel == "fwd" else 2
-        elements = own_tiles * own * row + 2 * stream * row + own * (stream + 8)
+        elements = own_tiles * own * row + 2 * stream * row + own * (stream + weight_padding)
         if kernel == "bwd_kv":
             elements += 2 * stream  # lse and delta of the streamed rows
         return elements * itemsize
@@ -173,9 +174,10 @@ class Tiled:
 
 SIMT = Tiled("simt", Product.Fma, tuple(ACCUMULATOR), 75)
 # why 64: longer sums of scores, rounded towards zero, leave float32 accuracy.
-TF32X3 = Tiled("tf32x3", Product.Tf32x3, ("float32",), 80, max_head_dim=64)
+TF32X3 = Tiled("tf32x3", Product.Mma, ("float32",), 80, max_head_dim=64)
+DMMA = Tiled("dmma", Product.Mma, ("float64",), 80)
 
-FAMILIES: tuple[Family, ...] = (TF32X3, SIMT)
+FAMILIES: tuple[Family, ...] = (TF32X3, DMMA, SIMT)
 
 
 def grid(kernel: str, tile: Tile, problem: AttentionProblem) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cuattn._arrays import (
+    DTYPE_NAMES,
     ArraySpec,
     Layout,
     check_dtype,
@@ -218,6 +219,11 @@ def _check_shapes(layout: Layout, q: ArraySpec, k: ArraySpec, v: ArraySpec) -> t
 def check_out(out: ArraySpec, q: ArraySpec, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Where a result may be written: exact shape and dtype, and no element twice."""
     check_together("out", out, "q", q)
+    if out.dtype != dtype and out.dtype == ACCUMULATOR[DTYPE_NAMES[q.dtype]]:
+        remedy = f"pass out_dtype='{out.dtype}' too, for a result that is not rounded"
+        raise DTypeError(
+            explain_argument("out", f"dtype {out.dtype}", f"dtype {dtype} like q", remedy)
+        )
     check_like("out", out, shape, dtype, "", "pass an array of that shape, or drop out=")
     if overlaps_itself(out):
         got, expected = f"strides {out.strides} bytes", "elements that do not share memory"

@@ -12,8 +12,8 @@ namespace cuattn {
 // Element type of an array.
 enum class DType : i32 { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
-// What multiplies tiles: ordinary arithmetic units, or tensor cores thrice.
-enum class Product : i32 { kFma = 0, kTf32x3 = 1 };
+// What multiplies tiles: ordinary arithmetic units, or tensor cores.
+enum class Product : i32 { kFma = 0, kMma = 1 };
 
 // Gradients that a backward kernel writes.
 enum Wrt : i32 { kWrtDq = 1, kWrtDk = 2, kWrtDv = 4 };

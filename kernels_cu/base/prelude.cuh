@@ -36,9 +36,8 @@ constexpr i32 kWarpSize = 32;
 constexpr u32 kFullWarp = 0xffffffffu;  // the lane mask of a whole warp
 
 constexpr f64 kLog2E = 1.4426950408889634;  // exp(x) = exp2(x * kLog2E)
-constexpr f64 kLn2 = 0.6931471805599453;    // log(x) = log2(x) * kLn2
 
-// Infinity and quiet NaN as constant expressions, which the bit patterns are and 1 / 0 is not.
+// Infinity as a constant expression, which the bit pattern is and 1 / 0 is not.
 template <class T>
 CUATTN_CONSTEXPR T infinity();
 template <>
@@ -51,17 +50,6 @@ CUATTN_CONSTEXPR f64 infinity<f64>() {
 }
 
 template <class T>
-CUATTN_CONSTEXPR T quiet_nan();
-template <>
-CUATTN_CONSTEXPR f32 quiet_nan<f32>() {
-  return __builtin_bit_cast(f32, 0x7fc00000u);
-}
-template <>
-CUATTN_CONSTEXPR f64 quiet_nan<f64>() {
-  return __builtin_bit_cast(f64, 0x7ff8000000000000ull);
-}
-
-template <class T>
 CUATTN_CONSTEXPR T min(T a, T b) {
   return b < a ? b : a;
 }
@@ -71,23 +59,13 @@ CUATTN_CONSTEXPR T max(T a, T b) {
   return a < b ? b : a;
 }
 
-// The smallest integer not below a / b, and the smallest multiple of b not below a; a >= 0, b > 0.
+// The smallest integer not below a / b; a >= 0, b > 0.
 template <class T>
 CUATTN_CONSTEXPR T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
-template <class T>
-CUATTN_CONSTEXPR T round_up(T a, T b) {
-  return ceil_div(a, b) * b;
-}
-
-// Type equality and choice, the two traits that the kernels need.
-template <class A, class B>
-constexpr bool is_same = false;
-template <class A>
-constexpr bool is_same<A, A> = true;
-
+// A or B: the one trait that the kernels need.
 template <bool, class A, class B>
 struct Select {
   using type = A;

@@ -31,10 +31,11 @@ CUATTN_DEVICE void bwd_delta(const BwdParams& params) {
 #pragma unroll
   for (int mask = kWarpSize / 2; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
   if (lane != 0) return;
-  if (params.dlse.data != nullptr) {
-    sum -= static_cast<const Value*>(params.dlse.data)[batch_idx * params.dlse.stride_batch +
-                                                       head_idx * params.dlse.stride_head +
-                                                       row * params.dlse.stride_seqlen];
+  const Rows& dlse = params.dlse;
+  if (dlse.data != nullptr) {
+    const i64 at =
+        batch_idx * dlse.stride_batch + head_idx * dlse.stride_head + row * dlse.stride_seqlen;
+    sum -= static_cast<const Value*>(dlse.data)[at];
   }
   const bool seen = softmax::is_seen(static_cast<const Value*>(params.lse)[index]);
   static_cast<Value*>(params.delta)[index] = seen ? sum : Value(0);

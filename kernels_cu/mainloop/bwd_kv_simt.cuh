@@ -18,15 +18,16 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
       typename Base::StreamTile, typename Base::Value, typename Base::WeightTile;
   static constexpr int kDims = Base::kDims, kThreads = Base::kThreads;
   static constexpr bool kWantsDk = C.wrt & kWrtDk, kWantsDv = C.wrt & kWrtDv;
-  static constexpr int kSharedBytes = (2 * OwnTile::kSize + 2 * StreamTile::kSize +
-                                       WeightTile::kSize + 2 * C.block_m) *
-                                      sizeof(Value);
+  static constexpr int kSharedBytes =
+      (2 * OwnTile::kSize + 2 * StreamTile::kSize + WeightTile::kSize + 2 * C.block_m) *
+      sizeof(Value);
 
   CUATTN_DEVICE static void run(const BwdParams& params, Value* shared) {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
     const int results = max(kWantsDk ? shape.head_dim : 0, kWantsDv ? shape.head_dim_v : 0);
-    const Work work = Work::of<false>(ceil_div(shape.seqlen_k, C.block_n), ceil_div(results, kDims), shape.num_heads_kv);
+    const Work work = Work::of<false>(ceil_div(shape.seqlen_k, C.block_n), ceil_div(results, kDims),
+                                      shape.num_heads_kv);
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const int slice_begin = work.slice * kDims;
 
@@ -86,7 +87,9 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
             [&](int d) {
               if (!one_chunk || first) {
                 tile::load<kThreads>(sK, gK, keys.begin, keys.end, d, shape.head_dim);
-                if (kWantsDk) tile::load<kThreads>(sV, gV, keys.begin, keys.end, d, shape.head_dim_v);
+                if (kWantsDk) {
+                  tile::load<kThreads>(sV, gV, keys.begin, keys.end, d, shape.head_dim_v);
+                }
               }
               load_q(d);
               load_do(d);
@@ -95,10 +98,9 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
               Base::template multiply<true>(rP, sK, sQ, shape.head_dim, d);
               if (kWantsDk) Base::template multiply<false>(rdS, sV, sdO, shape.head_dim_v, d);
             });
-        softmax::finish_scores(rP, scale, schedule.kind(m_block, work.block),
-                               [&](int key, int row) {
-                                 return schedule.visible(row_begin + row, keys.begin + key);
-                               });
+        softmax::finish_scores(
+            rP, scale, schedule.kind(m_block, work.block),
+            [&](int key, int row) { return schedule.visible(row_begin + row, keys.begin + key); });
         Scores::each([&](int i, int j) {
           const int row = Scores::col_of(j);
           rP.at(i, j) = softmax::probability(rP.at(i, j), sLse[row]);

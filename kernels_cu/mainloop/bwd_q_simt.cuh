@@ -21,7 +21,8 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
   CUATTN_DEVICE static void run(const BwdParams& params, Value* shared) {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
-    const Work work = Work::of<true>(ceil_div(shape.seqlen_q, C.block_m), ceil_div(shape.head_dim, kDims), shape.num_heads_q);
+    const Work work = Work::of<true>(ceil_div(shape.seqlen_q, C.block_m),
+                                     ceil_div(shape.head_dim, kDims), shape.num_heads_q);
     const int head_kv = work.head_idx / (shape.num_heads_q / shape.num_heads_kv);
     const int slice_begin = work.slice * kDims;
 
@@ -53,13 +54,11 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
     softmax::RowStatistics<Value> statistics[Scores::kRows];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      statistics[i] = softmax::row_statistics(lse, delta, row_offset,
-                                              rows.begin + Scores::row_of(i), rows.end);
+      statistics[i] =
+          softmax::row_statistics(lse, delta, row_offset, rows.begin + Scores::row_of(i), rows.end);
     }
 
-    const auto seen = [&](int row) {
-      return softmax::is_seen(lse[row_offset + rows.begin + row]);
-    };
+    const auto seen = [&](int row) { return softmax::is_seen(lse[row_offset + rows.begin + row]); };
 
     Results rdQ;
     rdQ.clear();
@@ -86,10 +85,9 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
             Base::template multiply<true>(rP, sQ, sK, shape.head_dim, d);
             Base::template multiply<false>(rdS, sdO, sV, shape.head_dim_v, d);
           });
-      softmax::finish_scores(rP, scale, schedule.kind(work.block, n_block),
-                             [&](int row, int key) {
-                               return schedule.visible(rows.begin + row, key_begin + key);
-                             });
+      softmax::finish_scores(rP, scale, schedule.kind(work.block, n_block), [&](int row, int key) {
+        return schedule.visible(rows.begin + row, key_begin + key);
+      });
       Scores::each([&](int i, int j) {
         const Value p = softmax::probability(rP.at(i, j), statistics[i].lse);
         rdS.at(i, j) = softmax::score_gradient(p, rdS.at(i, j), statistics[i].delta);

@@ -18,8 +18,8 @@
 #include "softmax/state.cuh"
 #include "tile/fragment_mma.cuh"
 #include "tile/fragment_simt.cuh"
+#include "tile/gemm_mma.cuh"
 #include "tile/gemm_simt.cuh"
-#include "tile/gemm_tf32x3.cuh"
 #include "tile/shared_tile.cuh"
 
 namespace cuattn::mainloop {
@@ -51,24 +51,25 @@ struct Simt {
   // What multiplies decides who holds what, and nothing else in the loops.
   using Grid = tile::ThreadGrid<kOwn / C.rows_per_thread, C.num_lanes>;
   static constexpr int kWarps = kThreads / kWarpSize;
-  static constexpr bool kTensorCores = C.product == Product::kTf32x3;
-  using Scores = select<kTensorCores, tile::MmaFragment<kWarps, kOwn, kStream>,
+  static constexpr bool kTensorCores = C.product == Product::kMma;
+  using Scores = select<kTensorCores, tile::MmaFragment<Value, kWarps, kOwn, kStream>,
                         tile::Scores<Value, Grid, kOwn, kStream>>;
-  using Results = select<kTensorCores, tile::MmaFragment<kWarps, kOwn, kDims>,
+  using Results = select<kTensorCores, tile::MmaFragment<Value, kWarps, kOwn, kDims>,
                          tile::Results<Value, Grid, kOwn, kDims>>;
 
-  static constexpr int kPadding = kTensorCores ? 8 : 16 / sizeof(Value);
+  // Elements between rows that keep the lanes of a read apart: see tile/shared_tile.cuh.
+  static constexpr int kPadding = (kTensorCores ? 32 : 16) / sizeof(Value);
+  static constexpr int kWeightPadding = kTensorCores ? 4 : 8;
   using OwnTile = tile::SharedTile<Value, kOwn, kDims, kPadding>;
   using StreamTile = tile::SharedTile<Value, kStream, kDims, kPadding>;
-  using WeightTile = tile::SharedTile<Value, kOwn, kStream, 8>;
+  using WeightTile = tile::SharedTile<Value, kOwn, kStream, kWeightPadding>;
 
   // Rows of P or dS pass from the lanes that computed them to the lanes that sum over them; both
   // are in one warp, so its barrier suffices. The first one waits for readers of what stood there.
   CUATTN_DEVICE static void exchange(const Scores& s, WeightTile weights) {
     ptx::sync_warp();
-    Scores::each([&](int i, int j) {
-      weights.at(Scores::row_of(i), Scores::col_of(j)) = s.at(i, j);
-    });
+    Scores::each(
+        [&](int i, int j) { weights.at(Scores::row_of(i), Scores::col_of(j)) = s.at(i, j); });
     ptx::sync_warp();
   }
 

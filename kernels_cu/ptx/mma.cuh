@@ -16,4 +16,27 @@ CUATTN_DEVICE void mma_tf32(f32& d0, f32& d1, f32& d2, f32& d3, const u32 (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// d += a b of the same shapes in float64, each product and sum rounded as by fma. Who holds what is
+// as above. Before sm_90 only tiles of 8 x 4 and 4 x 8 exist: four make one.
+// source: PTX ISA, "Matrix Fragments for mma.m16n8k8" and "mma.m8n8k4" with .f64; needs sm_80.
+CUATTN_DEVICE void mma_f64(f64& d0, f64& d1, f64& d2, f64& d3, const f64 (&a)[4],
+                           const f64 (&b)[2]) {
+#if __CUDA_ARCH__ >= 900
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+        : "+d"(d0), "+d"(d1)
+        : "d"(a[2 * k]), "d"(b[k]));
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+        : "+d"(d2), "+d"(d3)
+        : "d"(a[2 * k + 1]), "d"(b[k]));
+  }
+#endif
+}
+
 }  // namespace cuattn::ptx

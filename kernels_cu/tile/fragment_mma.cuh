@@ -10,15 +10,15 @@
 
 namespace cuattn::tile {
 
-template <int kWarpCount, int kTileRows, int kTileCols>
+template <class T, int kWarpCount, int kTileRows, int kTileCols>
 struct MmaFragment {
-  using Value = f32;
+  using Value = T;
   static constexpr int kWarpRows = kTileRows / kWarpCount;
   static constexpr int kRows = kWarpRows / 8, kCols = kTileCols / 4;
   static constexpr int kLanes = 4;
   static_assert(kTileRows % (16 * kWarpCount) == 0 && kTileCols % 32 == 0);
 
-  f32 data[kRows][kCols];
+  T data[kRows][kCols];
 
   CUATTN_DEVICE static int lane() { return threadIdx.x % kLanes; }
   CUATTN_DEVICE static int group() { return threadIdx.x % kWarpSize / kLanes; }
@@ -26,8 +26,8 @@ struct MmaFragment {
     return threadIdx.x / kWarpSize * kWarpRows + group() + i * 8;
   }
   CUATTN_DEVICE static int col_of(int j) { return lane() * 2 + j / 2 * 8 + j % 2; }
-  CUATTN_DEVICE f32& at(int i, int j) { return data[i][j]; }
-  CUATTN_DEVICE f32 at(int i, int j) const { return data[i][j]; }
+  CUATTN_DEVICE T& at(int i, int j) { return data[i][j]; }
+  CUATTN_DEVICE T at(int i, int j) const { return data[i][j]; }
 
   template <class F>
   CUATTN_DEVICE static void each(F f) {
@@ -40,11 +40,11 @@ struct MmaFragment {
   CUATTN_DEVICE void clear() {
     each([&](int i, int j) { data[i][j] = 0; });
   }
-  CUATTN_DEVICE static f32 row_max(f32 x) {
+  CUATTN_DEVICE static T row_max(T x) {
     x = ptx::max(x, ptx::shuffle_xor(x, 2));
     return ptx::max(x, ptx::shuffle_xor(x, 1));
   }
-  CUATTN_DEVICE static f32 row_sum(f32 x) {
+  CUATTN_DEVICE static T row_sum(T x) {
     x += ptx::shuffle_xor(x, 2);
     return x + ptx::shuffle_xor(x, 1);
   }

@@ -13,8 +13,8 @@ namespace cuattn::tile {
 
 // acc[i][j] += sum over k < depth of a[row i][k] * b[col j][k]; columns past `depth`, up to the
 // next multiple of four, must hold zeros. kScores makes no difference: every sum rounds to nearest.
-template <bool kScores, class T, class Grid, int kTileRows, int kTileCols, Columns kColumns, class TileA,
-          class TileB>
+template <bool kScores, class T, class Grid, int kTileRows, int kTileCols, Columns kColumns,
+          class TileA, class TileB>
 CUATTN_DEVICE void gemm_nt(Fragment<T, Grid, kTileRows, kTileCols, kColumns>& acc, TileA a, TileB b,
                            int depth) {
   using Acc = Fragment<T, Grid, kTileRows, kTileCols, kColumns>;

@@ -1,9 +1,10 @@
 // A padded matrix in shared memory, and how it is filled from global memory. Layer: tile.
 //
 // Rows are positions (queries or keys), columns are features or the other positions. The padding
-// puts equal columns of consecutive rows into different banks: 16 bytes serve lanes that read four
-// columns each down eight rows (tile/gemm_simt.cuh), eight elements lanes that read or write one or
-// two columns each across the lanes of a row.
+// puts what the lanes of one read ask for into different banks: 16 bytes where they read four
+// columns each down eight rows (tile/gemm_simt.cuh); 32 bytes where they read eight bytes each,
+// four to a row, or one element each of four rows; four elements where the four lanes of a row read
+// one element each (tile/gemm_mma.cuh).
 #pragma once
 #include "base/dtype.cuh"
 #include "ptx/convert.cuh"
