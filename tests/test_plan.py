@@ -67,10 +67,11 @@ def test_what_a_plan_chooses_is_among_what_is_compiled_ahead(device):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("dtype", "family"), [("float32", "tf32x3"), ("float64", "dmma")])
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"])
 def test_long_accumulators_go_to_tensor_cores_where_there_are_some(op, dtype, family, arch):
     made = plan(op, dtype, known_device(arch))
-    assert made.family == ("simt" if arch == "sm_75" else family)
+    lacking = ("sm_75",) if dtype == "float32" else ("sm_75", "sm_86", "sm_120")
+    assert made.family == ("simt" if arch in lacking else family)
 
 
 @pytest.mark.parametrize("dims", [(65, 64), (64, 65), (256, 256)])
@@ -88,6 +89,8 @@ def test_the_plan_says_why_a_family_declined(op):
     )
     refusals = dict(plan(op, "float32", known_device("sm_75")).refusals)
     assert refusals["tf32x3"] == "needs sm_80 or later, got sm_75"
+    refusals = dict(plan(op, "float64", known_device("sm_86")).refusals)
+    assert refusals["dmma"] == "needs sm_80 or sm_90 or sm_100, got sm_86"
     assert plan(op, "float32").refusals == ()
 
 
@@ -178,7 +181,7 @@ def test_a_table_of_tiles_goes_from_large_to_small(key):
     areas = [tile.block_m * tile.block_n * tile.block_d for tile in tiles]
     assert areas == sorted(areas, reverse=True)
     assert len(tiles) <= len(RANKS)  # the shared suites reach every one
-    its = [device for device in DEVICES if device.capability >= family.min_capability]
+    its = filter(family.runs_on, DEVICES)
     smallest = min(device.smem_per_block for device in its)
     assert family.smem_bytes(key[1], tiles[-1], key[2]) <= smallest
 

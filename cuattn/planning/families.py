@@ -58,17 +58,27 @@ class Tiled:
     dtypes: tuple[str, ...]
     min_capability: int
     max_head_dim: int | None = None
+    capabilities: tuple[int, ...] | None = None  # those alone, where later ones lack the units
 
     @property
     def rounds_to_zero(self) -> bool:
         """Whether sums over head dims and positions are rounded towards zero."""
         return self.product == Product.Mma and "float32" in self.dtypes
 
+    def runs_on(self, device: Device) -> bool:
+        """Whether the device has the arithmetic units."""
+        if self.capabilities is not None:
+            return device.capability in self.capabilities
+        return device.capability >= self.min_capability
+
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         if problem.dtype not in self.dtypes:
             return f"needs {' or '.join(self.dtypes)}, got {problem.dtype}"
-        if device.capability < self.min_capability:
-            return f"needs sm_{self.min_capability} or later, got {device.arch}"
+        if not self.runs_on(device):
+            needed = f"sm_{self.min_capability} or later"
+            if self.capabilities is not None:
+                needed = " or ".join(f"sm_{each}" for each in self.capabilities)
+            return f"needs {needed}, got {device.arch}"
         dims = max(problem.head_dim, problem.head_dim_v)
         if self.max_head_dim is not None and dims > self.max_head_dim:
             return f"needs head dims of at most {self.max_head_dim}, got {dims}"
@@ -148,7 +158,7 @@ class Tiled:
 
     def every_spec(self, device: Device) -> Iterator[KernelSpec]:
         """Every specialisation that a plan can choose on a device."""
-        if device.capability < self.min_capability:
+        if not self.runs_on(device):
             return
         wrts = {
             "fwd": (Wrt(0),),
@@ -175,7 +185,8 @@ class Tiled:
 SIMT = Tiled("simt", Product.Fma, tuple(ACCUMULATOR), 75)
 # why 64: longer sums of scores, rounded towards zero, leave float32 accuracy.
 TF32X3 = Tiled("tf32x3", Product.Mma, ("float32",), 80, max_head_dim=64)
-DMMA = Tiled("dmma", Product.Mma, ("float64",), 80)
+# why these: A100, H100 and B200; elsewhere the instruction is there, without units behind it.
+DMMA = Tiled("dmma", Product.Mma, ("float64",), 80, capabilities=(80, 90, 100))
 
 FAMILIES: tuple[Family, ...] = (TF32X3, DMMA, SIMT)
 
