@@ -38,13 +38,16 @@ def _microseconds(xp: Any, function: Callable[[], object]) -> float:
 
 
 def measure(xp: Any) -> list[dict[str, Any]]:
-    """One row for the forward, one for forward and backward."""
+    """One row for the forward, one for the backward, one for both."""
     q, k, v, dout = normal(xp, 4, SHAPE, DTYPE)
     device = None if xp is np else q.device.id
     out, res = cuattn.attention_forward(q, k, v)
 
     def forward() -> None:
         cuattn.attention(q, k, v)
+
+    def backward() -> None:
+        cuattn.attention_backward(res, dout)
 
     def both() -> None:
         _, its = cuattn.attention_forward(q, k, v)
@@ -56,7 +59,8 @@ def measure(xp: Any) -> list[dict[str, Any]]:
 
     rows = []
     for name, call, arrays in (
-        ("forward", forward, (out, res.lse)),
+        ("forward", forward, (out,)),
+        ("backward", backward, (q, k, v)),
         ("forward+backward", both, (out, res.lse, q, k, v)),
     ):
         with no_engine():
@@ -85,7 +89,7 @@ def no_engine() -> Iterator[None]:
 
 
 def main() -> int:
-    """Print the parts of both rows."""
+    """Print the parts of every row."""
     arguments = parser(__doc__).parse_args()
     trouble = cuda_or_why()
     if trouble:
