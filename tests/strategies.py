@@ -40,7 +40,11 @@ def to_canonical(array: np.ndarray, letters: str, axes: str = "bshd") -> np.ndar
     return array[tuple(slice(None) if axis in letters else None for axis in axes)]
 
 
-def with_strides(array: np.ndarray, kind: str) -> np.ndarray:
+#: Equal rows of a sequence that is "broadcast": see cuattn.cpu.tolerance on sums of equal terms.
+MOST_EQUAL = 16
+
+
+def with_strides(array: np.ndarray, kind: str, letters: str = "") -> np.ndarray:
     """The same values (the first slice's for "broadcast") in another memory layout.
 
     Around a sliced array lies NaN, so that a read past an edge shows.
@@ -55,7 +59,8 @@ def with_strides(array: np.ndarray, kind: str) -> np.ndarray:
     if kind == "reversed":
         backwards = tuple(slice(None, None, -1) for _ in array.shape)
         return np.ascontiguousarray(array[backwards])[backwards]
-    if kind == "broadcast" and array.ndim and array.shape[0]:
+    few = not letters.startswith("s") or len(array) <= MOST_EQUAL
+    if kind == "broadcast" and array.ndim and array.shape[0] and few:
         return np.broadcast_to(array[:1], array.shape)
     return array
 
@@ -128,7 +133,7 @@ class Problem:
             self.shape(self.seqlen_k, self.heads_kv, self.head_dim_v),
         )
         q, k, v = (
-            with_strides(rng.standard_normal(shape).astype(dtype_of(self.dtype)), kind)
+            with_strides(rng.standard_normal(shape).astype(dtype_of(self.dtype)), kind, self.layout)
             for shape, kind in zip(shapes, self.strides, strict=False)
         )
         return q, k, v
@@ -143,8 +148,8 @@ class Problem:
         lse_dtype = np.float64 if self.dtype == "float64" else np.float32
         kind = self.strides[3]
         return (
-            with_strides(dout.astype(out_dtype), kind) if self.use_dout else None,
-            with_strides(dlse.astype(lse_dtype), kind) if self.use_dlse else None,
+            with_strides(dout.astype(out_dtype), kind, self.layout) if self.use_dout else None,
+            with_strides(dlse.astype(lse_dtype), kind, self.lse_letters) if self.use_dlse else None,
         )
 
     def canonical(self, array: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ Arrays are in the axes (batch, seqlen, heads, dim), lse and dlse in (batch, head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from cuattn.planning.problem import Band
 
 Array = NDArray[Any]
-#: a b^T for two matrices whose columns are head dims.
+#: a b^T for two matrices: sums over their columns, which are head dims or positions.
 Product = Callable[[Array, Array], Array]
 
 
@@ -38,12 +38,28 @@ def visible_pairs(band: Band, seqlen_q: int, seqlen_k: int) -> NDArray[np.bool_]
     return (band.lower <= distance) & (distance <= band.upper)
 
 
-def visible_product(a: Array, b: Array, visible: NDArray[np.bool_]) -> Array:
+def visible_product(
+    a: Array, b: Array, visible: NDArray[np.bool_], product: Product = product
+) -> Array:
     """``a @ b`` whose sum over j holds only the terms with ``visible[i, j]``."""
     if np.isfinite(b).all():
-        return np.where(visible, a, 0) @ b
-    rows = [row[seen] @ b[seen] for row, seen in zip(a, visible, strict=True)]
-    return np.stack(rows) if rows else np.zeros((0, b.shape[1]), b.dtype)
+        return product(np.where(visible, a, a.dtype.type(0)), b.T)
+    rows = [product(row[None, seen], b[seen].T) for row, seen in zip(a, visible, strict=True)]
+    return np.concatenate(rows) if rows else np.zeros((0, b.shape[1]), b.dtype)
+
+
+class Weights(NamedTuple):
+    """The softmax of one head before it is normalised: P = W / l."""
+
+    W: Array
+    l: Array  # (rows, 1)  # noqa: E741 - the field's name
+    lse: Array
+    visible: NDArray[np.bool_]  # no pair of a row whose every score is -inf: it sees no key
+
+    def normalised(self, sums: Array) -> Array:
+        """Sums over W, or W itself, divided by l; 0 in a row that sees no key."""
+        with np.errstate(all="ignore"):
+            return sums / np.where(self.l == 0, 1, self.l)
 
 
 def softmax_rows(
@@ -52,8 +68,8 @@ def softmax_rows(
     visible: NDArray[np.bool_],
     softmax_scale: float,
     product: Product = product,
-) -> tuple[Array, Array]:
-    """P and lse of one head. A row without visible keys has P = 0 and lse = -inf.
+) -> Weights:
+    """The weights and lse of one head. A row without visible keys has l = 0 and lse = -inf.
 
     A NaN or +inf score makes the row NaN; a -inf score is a key that is not seen.
     """
@@ -61,9 +77,9 @@ def softmax_rows(
         scores = product(q, k) * q.dtype.type(softmax_scale)
         scores = np.where(visible, scores, -np.inf)
         m = scores.max(axis=1, keepdims=True, initial=-np.inf)
-        P = np.exp(scores - np.where(np.isneginf(m), 0, m))
-        l = P.sum(axis=1, keepdims=True)  # noqa: E741 - the field's name
-        return P / np.where(l == 0, 1, l), (m + np.log(l))[:, 0]
+        W = np.exp(scores - np.where(np.isneginf(m), 0, m))
+        l = W.sum(axis=1, keepdims=True)  # noqa: E741 - the field's name
+        return Weights(W, l, (m + np.log(l))[:, 0], visible & ~np.isneginf(m))
 
 
 def query_heads(num_heads_q: int, num_heads_kv: int) -> Iterator[tuple[int, int]]:
@@ -103,7 +119,7 @@ def forward(
     operand_dtype : dtype, optional
         Round P to this dtype before it enters a product, as tensor cores do.
     product : callable, optional
-        How sums over head dims are taken.
+        How sums over head dims and positions are taken.
 
     Returns
     -------
@@ -118,8 +134,10 @@ def forward(
     lse = np.full((batch, num_heads_q, seqlen_q), -np.inf, q.dtype)
     for b in range(batch):
         for h, h_kv in query_heads(num_heads_q, num_heads_kv):
-            P, lse[b, h] = softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale, product)
-            out[b, :, h] = visible_product(_rounded(P, operand_dtype), v[b, :, h_kv], visible)
+            weights = softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale, product)
+            W = _rounded(weights.W, operand_dtype)
+            o = visible_product(W, v[b, :, h_kv], weights.visible, product)
+            out[b, :, h], lse[b, h] = weights.normalised(o), weights.lse
     return out, lse
 
 
@@ -148,7 +166,7 @@ def backward(
     operand_dtype : dtype, optional
         Round P and dS to this dtype before they enter a product, as tensor cores do.
     product : callable, optional
-        How sums over head dims are taken.
+        How sums over head dims and positions are taken.
     out : array, shape of dout, optional
         The out that delta is taken from, where a stored, rounded one is modelled.
 
@@ -171,16 +189,16 @@ def backward(
         for h, h_kv in query_heads(num_heads_q, num_heads_kv):
             q_head, k_head, v_head = q[b, :, h], k[b, :, h_kv], v[b, :, h_kv]
             dout_head = dout[b, :, h]
-            P, lse = softmax_rows(q_head, k_head, visible, softmax_scale, product)
+            weights = softmax_rows(q_head, k_head, visible, softmax_scale, product)
+            P, seen = weights.normalised(weights.W), weights.visible
             with np.errstate(all="ignore"):
-                exact = visible_product(P, v_head, visible) if out is None else None
+                exact = visible_product(P, v_head, seen) if out is None else None
                 out_head = exact if out is None else out[b, :, h].astype(dtype)
                 delta = (dout_head * out_head).sum(axis=1)
                 dP = product(dout_head, v_head)
                 dS = P * (dP - delta[:, None] + dlse[b, h][:, None])
                 P, dS = _rounded(P, operand_dtype), _rounded(dS, operand_dtype)
-                dq[b, :, h] = scale * visible_product(dS, k_head, visible)
-                dq[b, np.isneginf(lse), h] = 0
-                dk[b, :, h_kv] += scale * visible_product(dS.T, q_head, visible.T)
-                dv[b, :, h_kv] += visible_product(P.T, dout_head, visible.T)
+                dq[b, :, h] = scale * visible_product(dS, k_head, seen, product)
+                dk[b, :, h_kv] += scale * visible_product(dS.T, q_head, seen.T, product)
+                dv[b, :, h_kv] += visible_product(P.T, dout_head, seen.T, product)
     return dq, dk, dv

@@ -6,18 +6,24 @@ Per (batch, head, block of at most 128 rows), with everything taken over the blo
 
 ref   the dense formula in float64 (longdouble for float64 inputs)
 low   the dense formula as a good kernel rounds it: q k^T, softmax and every sum in the accumulator
-      dtype, sums over head dims in their order as a thread takes them (a library's many partial
-      sums are more exact than any kernel's), P and dS rounded to the inputs' dtype, the result
-      rounded once to its own dtype; its backward reads the same stored, rounded out as the one
-      that is judged, so |low - ref| splits into low's own part (twice) and the part that the
-      stored out brings along (once)
+      dtype, sums in their order as a thread takes them (a library's many partial sums are more
+      exact than any kernel's), weights and dS rounded to the inputs' dtype, the result rounded
+      once to its own dtype; its backward reads the same stored, rounded out as the one that is
+      judged, so |low - ref| splits into low's own part (twice) and the part that the stored out
+      brings along (once)
 eps   of the accumulator dtype; twice that where sums are rounded towards zero, as tensor cores
       round them: there the error of one addition is a whole unit in the last place, not half
-terms what the result is a sum of, in magnitude. out: |P| |v|. dv: |P|^T |dout|. dq, dk:
-      softmax_scale * |dS| |k|, |dS|^T |q|, where dS itself is a sum and |dS| stands for
-      P * (|dout| |v|^T + rowsum(|dout| |out|) + |dlse|). lse = m + ln(l): 1 for the relative error
-      of l, |lse| for its own rounding, and softmax_scale * P (|q| |k|^T), through which
-      the error of each score enters.
+terms what the result is a sum of, in magnitude, and what the errors of the scores add to it. A
+      score is a sum of A = softmax_scale * |q| |k|^T, lse = m + ln(l) of
+      L = 1 + |lse| + rowsum(P A). Let a be a quarter of A, and b one of A + L, for weights that
+      are recomputed from lse.
+      out: P (1 + a) |v| + rowsum(P a) |out|. dv: (P (1 + b))^T |dout|. dq, dk:
+      softmax_scale * |dS| |k|, |dS|^T |q|, where |dS| stands for
+      P (|dout| |v|^T + rowsum(|dout| |out|) + |dlse| + b |dP - delta + dlse|)
+
+The scores' errors are in low too, but where few rows or head dims are compared, or one large score
+decides, low may be lucky. Sums of many equal terms are outside of the rule: their roundings are
+equal too, so that errors grow with the number of terms and not with its root.
 
 Non-finite values must be the same non-finite values in the same places, judged after rounding the
 reference to the result's dtype; they are then left out of every maximum.
@@ -26,8 +32,9 @@ reference to the result's dtype; they are then left out of every maximum.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
@@ -38,6 +45,10 @@ from cuattn.cpu import reference
 from cuattn.planning.problem import Band
 
 Array = NDArray[Any]
+
+#: What the error of a score counts beside a term: d roundings of either sign add up to far less
+#: than d of them. With 1, no sum in whatever order came near a third of the bound (measured).
+SCORE_SHARE = 0.25
 
 #: Rows that share one maximum: few enough that a fault in late rows cannot hide behind early ones.
 BLOCK_ROWS = 128
@@ -197,16 +208,14 @@ def expected_forward(
         product=in_order,
     )
     out_terms, lse_terms = np.zeros_like(out), np.zeros_like(lse)
-    q, k, v = (a.astype(exact) for a in (q, k, v))
-    visible = reference.visible_pairs(band, q.shape[1], k.shape[1])
-    for b in range(q.shape[0]):
-        for h, h_kv in reference.query_heads(q.shape[2], k.shape[2]):
-            P, _ = reference.softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale)
-            out_terms[b, :, h] = reference.visible_product(P, np.abs(v[b, :, h_kv]), visible)
-            with np.errstate(all="ignore"):
-                scores = np.abs(q[b, :, h]) @ np.abs(k[b, :, h_kv]).T * abs(softmax_scale)
-                lse_terms[b, h] = 1 + np.where(visible, P * scores, 0).sum(axis=1)
-    lse_terms += np.abs(lse)
+    abs_v = np.abs(v.astype(exact))
+    for b, h, h_kv, head in _heads(q.astype(exact), k.astype(exact), band, softmax_scale):
+        with np.errstate(all="ignore"):
+            lse_terms[b, h] = head.lse_terms
+            P = head.P * (1 + SCORE_SHARE * head.A)
+            from_scores = SCORE_SHARE * head.PA[:, None] * np.abs(out[b, :, h])
+            terms = reference.visible_product(P, abs_v[b, :, h_kv], head.visible)
+            out_terms[b, :, h] = terms + from_scores
     return (
         _expected(out, low_out, out_terms, stored, eps),
         _expected(lse, low_lse, lse_terms, accumulator, eps),
@@ -270,20 +279,47 @@ def _gradient_terms(
 ) -> tuple[Array, Array, Array]:
     """Sum of |terms| of dq, dk and dv, in the dtype of ``out``."""
     q, k, v = (a.astype(out.dtype) for a in (q, k, v))
-    abs_q, abs_k, abs_v = np.abs(q), np.abs(k), np.abs(v)
-    abs_dout = np.zeros_like(out) if dout is None else np.abs(dout.astype(out.dtype))
+    dout = np.zeros_like(out) if dout is None else dout.astype(out.dtype)
+    dlse = np.zeros(out.shape[:1] + out.shape[2:0:-1], out.dtype) if dlse is None else dlse
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    scale, total = abs(softmax_scale), reference.visible_product
+    for b, h, h_kv, head in _heads(q, k, band, softmax_scale):
+        dO, V, D = dout[b, :, h], v[b, :, h_kv], dlse[b, h].astype(out.dtype)
+        with np.errstate(all="ignore"):
+            along = dO * out[b, :, h]
+            terms = np.abs(dO) @ np.abs(V).T + (np.abs(along).sum(axis=1) + np.abs(D))[:, None]
+            dS = np.abs(dO @ V.T + (D - along.sum(axis=1))[:, None])
+            loose = SCORE_SHARE * (head.A + head.lse_terms[:, None])
+            dS = head.P * (terms + loose * dS)
+            P = head.P * (1 + loose)
+            dq[b, :, h] = scale * total(dS, np.abs(k[b, :, h_kv]), head.visible)
+            dk[b, :, h_kv] += scale * total(dS.T, np.abs(q[b, :, h]), head.visible.T)
+            dv[b, :, h_kv] += total(P.T, np.abs(dO), head.visible.T)
+    return dq, dk, dv
+
+
+class _Head(NamedTuple):
+    """One query head's weights, and what they and its lse are sums of."""
+
+    P: Array
+    A: Array
+    PA: Array  # rowsum(P * A)
+    lse_terms: Array
+    visible: NDArray[np.bool_]
+
+
+def _heads(
+    q: Array, k: Array, band: Band, softmax_scale: float
+) -> Iterator[tuple[int, int, int, _Head]]:
+    """(batch, query head, its key head, what ``_Head`` says), for all of them."""
     visible = reference.visible_pairs(band, q.shape[1], k.shape[1])
-    scale = abs(softmax_scale)
     for b in range(q.shape[0]):
         for h, h_kv in reference.query_heads(q.shape[2], k.shape[2]):
-            P, _ = reference.softmax_rows(q[b, :, h], k[b, :, h_kv], visible, softmax_scale)
+            Q, K = q[b, :, h], k[b, :, h_kv]
+            weights = reference.softmax_rows(Q, K, visible, softmax_scale)
+            P, seen = weights.normalised(weights.W), weights.visible
             with np.errstate(all="ignore"):
-                row_terms = (abs_dout[b, :, h] * np.abs(out[b, :, h])).sum(axis=1)
-                if dlse is not None:
-                    row_terms += np.abs(dlse[b, h].astype(out.dtype))
-                dS = P * (abs_dout[b, :, h] @ abs_v[b, :, h_kv].T + row_terms[:, None])
-                dq[b, :, h] = scale * reference.visible_product(dS, abs_k[b, :, h_kv], visible)
-                dk[b, :, h_kv] += scale * reference.visible_product(dS.T, abs_q[b, :, h], visible.T)
-                dv[b, :, h_kv] += reference.visible_product(P.T, abs_dout[b, :, h], visible.T)
-    return dq, dk, dv
+                A = np.abs(Q) @ np.abs(K).T * abs(softmax_scale)
+                PA = np.where(seen, P * A, 0).sum(axis=1)
+                lse_terms = 1 + np.abs(weights.lse) + PA
+            yield b, h, h_kv, _Head(P, A, PA, lse_terms, seen)
