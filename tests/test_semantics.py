@@ -120,6 +120,45 @@ def test_softmax_scale_is_any_finite_real(engine, scale):
     assert_backward(grads, q, k, v, out, dout, dlse, **oracle)
 
 
+@pytest.mark.parametrize("sizes", [(1e20, 1e-20), (1e-20, 1e20)])
+def test_softmax_scale_multiplies_scores_and_not_one_of_their_factors(engine, sizes):
+    q, k, v = qkv()
+    q[...], k[...] = sizes
+    out, lse = run(engine, q, k, v, softmax_scale=1e20)
+    assert_forward(out, lse, q, k, v, band=Band(-7, 7), softmax_scale=1e20)
+
+
+def check_both(engine, q, k, v, softmax_scale):
+    """Forward and backward against the oracle, every pair visible."""
+    oracle = {"band": Band(-9999, 9999), "softmax_scale": softmax_scale}
+    (dout,) = draw(q.shape, dtype=q.dtype.name)
+    out, lse = run(engine, q, k, v, softmax_scale=softmax_scale)
+    assert_forward(out, lse, q, k, v, **oracle)
+    grads = gradients(engine, q, k, v, dout, softmax_scale=softmax_scale)
+    assert_backward(grads, q, k, v, out, dout, None, **oracle)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("low", [-1e3, -1e4, -1e9, -3e37])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scores_far_below_all_others_leave_no_trace(engine, dtype, low, backwards):
+    """Padding, longer than a tile, that one feature of its keys hides."""
+    q, k, v = qkv(40, 700, 1, 1, dtype=dtype)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :500, :, 0] = low
+    if backwards:
+        k, v = k[:, ::-1], v[:, ::-1]
+    check_both(engine, q, k, v, 1.0)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e3, 1e5])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_the_backward_are_those_of_the_forward(engine, dtype, size):
+    """Where one key outweighs all others its weight is 1, however large the scores."""
+    q, k, v = (each * each.dtype.type(size) for each in qkv(70, 90, 2, 2, 64, dtype=dtype))
+    check_both(engine, q, k, v / v.dtype.type(size), 0.125)
+
+
 def test_softmax_scale_is_by_default_one_over_sqrt_head_dim(engine):
     q, k, v = qkv(head_dim=64)
     assert same_bits(run(engine, q, k, v)[0], run(engine, q, k, v, softmax_scale=0.125)[0])
@@ -177,15 +216,21 @@ def test_a_row_that_sees_no_key_has_gradient_zero_whatever_keys_hold(engine, spo
     assert not dq[:, :37].any()
 
 
-def test_a_row_of_scores_of_minus_infinity_is_one_that_sees_no_key(engine):
-    q, k, v = (each.astype(np.float64) for each in qkv(70, 33))
-    q[0, 3], k[..., 2] = np.abs(q[0, 3]), -np.inf
+@pytest.mark.parametrize("spoilt", ["q", "k"])
+def test_a_row_of_scores_of_minus_infinity_is_one_that_sees_no_key(engine, spoilt):
+    q, k, v = qkv(70, 33, dtype="float64")
+    q[0, 3], k[..., 2] = np.abs(q[0, 3]), np.abs(k[..., 2])
+    (q[0, 3] if spoilt == "q" else k)[..., 2] = -np.inf
+    (dout,) = draw(q.shape, dtype="float64")
+    dout[0, 3] = np.nan
     out, lse = run(engine, q, k, v)
     assert not out[0, 3].any()
     assert np.isneginf(lse[0, :, 3]).all()
-    (dout,) = draw(q.shape)
-    dq, _, _ = gradients(engine, q, k, v, dout.astype(np.float64))
-    assert not dq[0, 3].any()
+    grads = gradients(engine, q, k, v, dout)
+    assert not grads[0][0, 3].any()
+    if spoilt == "q":  # the keys of the other are not finite, and spoil what meets them
+        oracle = {"band": Band(-99, 99), "softmax_scale": 8**-0.5}
+        assert_backward(grads, q, k, v, out, dout, None, **oracle)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])

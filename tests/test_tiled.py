@@ -212,16 +212,6 @@ def test_a_row_whose_first_scores_are_all_inf_starts_later(level: float) -> None
     assert np.isfinite(lse).all()
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_m_is_not_raised_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = itertools.count()
-    raise_m = tiled.State._raise_m
-    monkeypatch.setattr(tiled.State, "_raise_m", lambda *a: (next(raised), raise_m(*a)))
-    q, k, v = random((1, 32, 1, 8), (1, 480, 1, 8), (1, 480, 1, 8))
-    forward(q, k, v, Band(-999, 999))
-    assert next(raised) == 1  # ten key tiles, of which the first gives m
-
-
 def test_small_heads_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
     multiply = heads.matmul

@@ -1,17 +1,16 @@
 """The CPU engine, and the readable model of every kernel: one schedule, one state, tile by tile.
 
-Forward, per query tile: load Q; for each key tile of the schedule S = Q K^T, hide what the element
-rule hides, push the tile into the state (m, l, o), and finish with out = o / l, lse = m + ln(l).
+Forward, per query tile: load Q; for each key tile of the schedule S = Q K^T, scale it, hide what
+the element rule hides, push the tile into the state (m, l, o), and finish with out = o / l,
+lse = m + ln(l).
 
 Backward, per key tile, over the query tiles of the transposed schedule: P = exp(S - lse) again
 from lse, dV += P^T dO, dS = P * (dO V^T - delta), dQ += dS K, dK += dS^T Q.
 
-Whatever is linear is left to the products, which do it almost for nothing: Q is loaded times
-softmax_scale; K and V carry a column of ones, so that a last column of -m or -lse beside Q, and of
--delta beside dO, is added to every score, and the ones beside V gather l. Per pair that leaves one
-exp, and a maximum forward or a multiplication backward.
-m is in natural units, as in the kernels. Unlike theirs it follows the scores only when they pass it
-by more than SLACK, which the algebra allows: l and o are relative to the same m.
+Two sums are left to the products, which do them almost for nothing: V carries a column of ones,
+which gathers l beside o, and adds the last column of dO, -delta, to dP. m and lse are subtracted
+from finished scores, as in the kernels: inside a product, one of -1e9 would take every digit of the
+scores that follow it.
 All arrays are in the axes (batch, seqlen, heads, dim), tiles in (heads, rows, dim).
 """
 
@@ -40,42 +39,29 @@ def _tile(scratch: Array, rows: Array, keys: Array) -> Array:
 class State:
     """What the rows of one query tile have seen of the keys: (m, l, o), identity (-inf, 0, 0).
 
-    m lives in the last column of Q, negated, and l in the last column of o: K and V have a column
-    of ones, so Q K^T is the scores less m and P V carries the row sums along.
+    l is the last column of o: V has a column of ones, so P V carries the row sums along.
     """
 
-    #: Scores may pass m by this much before m follows: exp(8) is far from any overflow, and the
-    #: algebra is exact for every m that l and o share.
-    SLACK = 8
-
-    def __init__(self, Q: Array, columns_v: int) -> None:
-        self._minus_m = Q[:, :, -1:]
-        self._minus_m[...] = 0  # until a row has seen a key, it is measured from 0
-        self.o = np.zeros((*Q.shape[:2], columns_v), Q.dtype)
+    def __init__(self, rows: tuple[int, int], columns_v: int, dtype: np.dtype[Any]) -> None:
+        self.m = np.full((*rows, 1), -np.inf, dtype)
+        self.o = np.zeros((*rows, columns_v), dtype)
         self.l = self.o[:, :, -1:]
         self._o_tile = np.empty_like(self.o)
 
     def push(self, S: Array, V: Array) -> None:
-        """Merge one tile of scores less m, and values; S is overwritten with P."""
-        if not (S.max() <= self.SLACK and self.l.all()):
-            self._raise_m(S)
+        """Merge one tile of scores and values; S is overwritten with P."""
+        m = np.maximum(self.m, S.max(axis=2, keepdims=True))
+        shift = np.where(np.isneginf(m), 0, m)  # -inf - -inf is no number
+        if not np.array_equal(m, self.m):
+            self.o *= np.exp(self.m - shift)
+            self.m = m
+        S -= shift
         self.o += matmul(np.exp(S, out=S), V, self._o_tile)
-
-    def _raise_m(self, S: Array) -> None:
-        """Let m be the largest score so far, in S, l and o alike."""
-        rise = S.max(axis=2, keepdims=True)
-        # The first scores of a row may lie below the 0 it is measured from; if all of them are
-        # -inf it has still seen nothing, and -inf - -inf is no number.
-        np.maximum(rise, 0, out=rise, where=self.l != 0)
-        rise[np.isneginf(rise)] = 0
-        S -= rise
-        self._minus_m -= rise
-        self.o *= np.exp(-np.maximum(rise, 0))
 
     def finish(self) -> tuple[Array, Array]:
         """Out and lse; a row that saw nothing gives 0 and -inf."""
         out = self.o[:, :, :-1] / np.where(self.l == 0, 1, self.l)
-        return out, np.log(self.l) - self._minus_m
+        return out, np.log(self.l) + self.m
 
 
 def forward(
@@ -104,7 +90,7 @@ def forward(
     scale = np.dtype(dtype).type(problem.softmax_scale)
 
     def work(heads: Heads, mapper: Mapper, num_parts: int) -> None:
-        K = heads.load_with_column(k, visible.keys, dtype)
+        K = heads.load(k, visible.keys, dtype)
         V = heads.load_with_column(v, visible.keys, dtype)
 
         def walk(query_tiles: Sequence[tuple[int, int]]) -> None:
@@ -112,9 +98,8 @@ def forward(
                 scores = np.empty(len(heads) * schedule.block_m * schedule.block_n, dtype)
                 for group_idx, m_block in query_tiles:
                     rows = visible.row_slice(m_block)
-                    Q = heads.load_with_column(q, rows, dtype, group_idx)
-                    Q *= scale
-                    state = _attend(visible, m_block, Q, K, V, scores)
+                    Q = heads.load(q, rows, dtype, group_idx)
+                    state = _attend(visible, m_block, Q, K, V, scale, scores)
                     out_tile, lse_tile = state.finish()
                     heads.store(out, rows, out_tile, group_idx)
                     heads.store_rows(lse, rows, lse_tile, group_idx)
@@ -130,13 +115,16 @@ def forward(
     run(problem, visible, work)
 
 
-def _attend(visible: Visible, m_block: int, Q: Array, K: Array, V: Array, scores: Array) -> State:
+def _attend(
+    visible: Visible, m_block: int, Q: Array, K: Array, V: Array, scale: Any, scores: Array
+) -> State:
     """One query tile over its key tiles: the forward's inner loop."""
     schedule = visible.schedule
-    state = State(Q, V.shape[2])
+    state = State(Q.shape[:2], V.shape[2], Q.dtype)
     for n_block, kind in schedule.key_tiles(m_block):
         keys = visible.key_slice(m_block, n_block)
         S = matmul(Q, K[:, keys].swapaxes(1, 2), _tile(scores, Q, K[:, keys]))
+        S *= scale
         if kind is TileKind.PARTIAL:
             np.copyto(S, -np.inf, where=visible.hidden(m_block, keys))
         state.push(S, V[:, keys])
@@ -147,9 +135,10 @@ def _attend(visible: Visible, m_block: int, Q: Array, K: Array, V: Array, scores
 class QueryHead:
     """What the backward reads of one query head (of every group in the batch), in its rows."""
 
-    Q: Array  # times softmax_scale; the last column is -lse
+    Q: Array
+    lse: Array  # (heads, rows, 1); of a blind row +inf, from which every weight is 0
     dO: Array  # the last column is -delta = dlse - rowsum(dO * out)
-    blind: Array  # (heads, rows): no key, or none but with a score of -inf
+    blind: Array  # (heads, rows): every score is -inf; nothing of such a row is used
 
     @staticmethod
     def load(
@@ -164,11 +153,8 @@ class QueryHead:
         dlse: Array | None,
     ) -> QueryHead:
         rows, dtype = visible.rows, problem.accumulator
-        Q = heads.load_with_column(q, rows, dtype, group_idx)
-        Q *= Q.dtype.type(problem.softmax_scale)
+        Q = heads.load(q, rows, dtype, group_idx)
         L = heads.load_rows(lse, rows, dtype, group_idx)
-        blind = np.isneginf(L)
-        Q[:, :, -1:] = -np.where(blind, 0, L)  # why 0: P = exp(-inf - 0) = 0
         if dout is None:
             dO = np.zeros((len(heads), Q.shape[1], problem.head_dim_v + 1), dtype)
         else:
@@ -177,7 +163,10 @@ class QueryHead:
             dO[:, :, -1] = -np.einsum("hid,hid->hi", dO[:, :, :-1], O)
         if dlse is not None:
             dO[:, :, -1:] += heads.load_rows(dlse, rows, dtype, group_idx)
-        return QueryHead(Q, dO, blind[:, :, 0])
+        blind = np.isneginf(L[:, :, 0])
+        if blind.any():
+            Q[blind], L[blind], dO[blind] = 0, np.inf, 0
+        return QueryHead(Q, L, dO, blind)
 
 
 def backward(
@@ -216,10 +205,12 @@ def backward(
     if visible.empty:
         return
 
+    scale = np.dtype(dtype).type(problem.softmax_scale)
+
     def work(heads: Heads, mapper: Mapper, num_parts: int) -> None:
-        K = heads.load_with_column(k, visible.keys, dtype)
+        K = heads.load(k, visible.keys, dtype)
         V = heads.load_with_column(v, visible.keys, dtype)
-        dK = None if dk is None else np.zeros_like(K[:, :, :-1])
+        dK = None if dk is None else np.zeros_like(K)
         dV = None if dv is None else np.zeros_like(V[:, :, :-1])
 
         def query_head(group_idx: int) -> None:
@@ -229,11 +220,11 @@ def backward(
             def walk(n_blocks: Sequence[int]) -> Array | None:
                 """Some key tiles: their dK and dV, and what they give to dQ."""
                 with np.errstate(all="ignore"):
-                    dQ = None if dq is None else np.zeros_like(head.Q[:, :, :-1])
+                    dQ = None if dq is None else np.zeros_like(head.Q)
                     size = len(heads) * schedule.block_m * schedule.block_n
                     scratch = np.empty(size, dtype), np.empty(size, dtype)
                     for n_block in n_blocks:
-                        _differentiate(visible, n_block, head, K, V, dQ, dK, dV, scratch)
+                        _differentiate(visible, n_block, head, K, V, scale, dQ, dK, dV, scratch)
                     return dQ
 
             dQ_parts = mapper(walk, parts(range(schedule.num_n_blocks), num_parts))
@@ -241,7 +232,7 @@ def backward(
             for part in dQ_parts:
                 dQ = part if dQ is None else np.add(dQ, part, out=dQ)
             if dq is not None and dQ is not None:
-                dQ *= dQ.dtype.type(problem.softmax_scale)
+                dQ *= scale
                 dQ[head.blind] = 0
                 heads.store(dq, visible.rows, dQ, group_idx)
 
@@ -249,6 +240,7 @@ def backward(
             for group_idx in range(problem.group_size):
                 query_head(group_idx)
             if dk is not None and dK is not None:
+                dK *= scale
                 heads.store(dk, visible.keys, dK)
             if dv is not None and dV is not None:
                 heads.store(dv, visible.keys, dV)
@@ -262,6 +254,7 @@ def _differentiate(
     head: QueryHead,
     K: Array,
     V: Array,
+    scale: Any,
     dQ: Array | None,
     dK: Array | None,
     dV: Array | None,
@@ -273,6 +266,8 @@ def _differentiate(
         rows, keys = slice(*schedule.rows(m_block)), visible.key_slice(m_block, n_block)
         Q_tile, dO_tile, K_tile, V_tile = head.Q[:, rows], head.dO[:, rows], K[:, keys], V[:, keys]
         P = matmul(Q_tile, K_tile.swapaxes(1, 2), _tile(scratch[0], Q_tile, K_tile))
+        P *= scale
+        P -= head.lse[:, rows]
         np.exp(P, out=P)
         if kind is TileKind.PARTIAL:
             np.copyto(P, 0, where=visible.hidden(m_block, keys))
@@ -283,6 +278,6 @@ def _differentiate(
         dS = matmul(dO_tile, V_tile.swapaxes(1, 2), _tile(scratch[1], Q_tile, K_tile))
         dS *= P
         if dQ is not None:
-            dQ[:, rows] += matmul(dS, K_tile[:, :, :-1])
+            dQ[:, rows] += matmul(dS, K_tile)
         if dK is not None:
-            dK[:, keys] += matmul(dS.swapaxes(1, 2), Q_tile[:, :, :-1])
+            dK[:, keys] += matmul(dS.swapaxes(1, 2), Q_tile)
