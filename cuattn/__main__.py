@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,10 @@ from cuattn import execute
 from cuattn._typing import ACCUMULATOR
 from cuattn.abi.structs import DType
 from cuattn.check import check, cuda_or_why
-from cuattn.errors import CuattnError
+from cuattn.errors import ArgumentError, CuattnError
 from cuattn.jit.cache import default_directory
 from cuattn.jit.compile import nvrtc_version, supported_archs
-from cuattn.planning.device import Device, known_device
+from cuattn.planning.device import KNOWN, Device, known_device
 from cuattn.planning.families import every_spec
 from cuattn.planning.plan import KernelSpec
 from cuattn.precompile import build, default_specs
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiling.add_argument(
         "--arch",
         nargs="+",
+        type=_target,
         metavar="TARGET",
         default=[],
         help='such as "sm_90a"; the devices of this machine by default',
@@ -59,21 +60,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
-        if arguments.command == "info":
-            return info()
-        if arguments.command == "check":
-            return 1 if check(arguments.engine) else 0
-        return compile_kernels(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()
     except CuattnError as error:
         print(f"cuattn: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the lines has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "info":
+        return info()
+    if arguments.command == "check":
+        return 1 if check(arguments.engine) else 0
+    return compile_kernels(arguments)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}; expected 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number of 1 or more")
+    return int(text)
+
+
+def _target(text: str) -> Device:
+    try:
+        return known_device(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
 
 
 def info() -> int:
@@ -95,7 +113,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "CuPy", f'missing ({error}); pip install "cuattn[cuda13]", or [cuda12]'
     try:
         version = ".".join(map(str, nvrtc_version()))
-        yield "NVRTC", f"{version}, compiles for {' '.join(supported_archs())}"
+        targets = [arch for arch in supported_archs() if arch in KNOWN]
+        yield "NVRTC", f"{version}, compiles for {' '.join(targets)}"
     except CuattnError as error:
         yield "NVRTC", f"missing: {error}"
     trouble = cuda_or_why()
@@ -143,14 +162,17 @@ def _device_facts() -> Iterator[tuple[str, str]]:
 def _cache_text(directory: Path | None) -> str:
     if directory is None:
         return "in memory only: no home folder; set CUATTN_CACHE_DIR"
-    sizes = [cubin.stat().st_size for cubin in directory.glob("*/*/kernel.cubin")]
+    try:
+        sizes = [cubin.stat().st_size for cubin in directory.glob("*/*/kernel.cubin")]
+    except OSError as error:
+        return f"in memory only: {error}"
     return f"{directory}: {len(sizes):,} kernels, {sum(sizes):,} bytes"
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
     """Fill the cache for targets, a line for each kernel."""
     all_stored = True
-    for device in _devices(dict.fromkeys(arguments.arch)):
+    for device in dict.fromkeys(arguments.arch) or _own_devices():
         wanted = {DType.of(name) for name in arguments.dtype}
         found = every_spec(device) if arguments.all else default_specs(device)
         specs = [spec for spec in found if dict(spec.config)["dtype"] in wanted]
@@ -158,13 +180,10 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     return 0 if all_stored else 1
 
 
-def _devices(archs: Collection[str]) -> Iterator[Device]:
-    if archs:
-        yield from map(known_device, archs)
-        return
+def _own_devices() -> Iterator[Device]:
     trouble = cuda_or_why()
     if trouble:
-        raise cuattn.ArgumentError(f"{trouble}; name a target, for example --arch sm_90a")
+        raise ArgumentError(f"{trouble}; name a target, for example --arch sm_90a")
     import cupy
 
     devices = map(execute.cuda_device, range(cupy.cuda.runtime.getDeviceCount()))

@@ -1,8 +1,9 @@
 """What an array is: its place, dtype and axes, without looking at one element.
 
 The only file that knows NumPy and CuPy arrays apart. An array becomes an ``ArraySpec``, plain
-hashable data that validation reads, and a view in the canonical axes (batch, seqlen, heads, dim),
-which is all that engines see. CuPy is never imported here: who holds a CuPy array has imported it.
+hashable data that validation reads; a ``Layout`` gives its view in the canonical axes (batch,
+seqlen, heads, dim), in which the CPU engine computes and the strides of a problem are told. CuPy is
+never imported here: who holds a CuPy array has imported it.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str]:
     """The (got, expected, remedy) of something that is not an array we take."""
     kind = type(array)
     got, expected = f"{kind.__module__}.{kind.__qualname__}", "a NumPy or CuPy array"
+    if array is None:
+        return "None", expected, f"pass {name}"
     if isinstance(array, np.ma.MaskedArray):
         return got, f"{expected} without a mask", f"pass {name}.filled(...) if that is meant"
     if isinstance(array, np.matrix):
@@ -98,6 +101,8 @@ def check_dtype(name: str, spec: ArraySpec) -> str:
         remedy = f"convert with {name}.astype({name}.dtype.newbyteorder('='))"
     elif spec.dtype.kind == "c":
         remedy = "attention of complex numbers has no softmax; pass real arrays"
+    elif spec.dtype.kind in "SUMm":
+        remedy = "pass an array of real numbers"
     else:
         remedy = f"convert with {name}.astype('float32')"
     raise DTypeError(explain_argument(name, f"dtype {spec.dtype}", expected, remedy))
@@ -268,6 +273,7 @@ def layout_for(layout: object, name: str, ndim: int) -> Layout:
 
 def empty(device: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """New C-contiguous memory: NumPy's on the host, CuPy's pool on the current device."""
+    # why not cupy.empty: it makes this call after one more, and a backward makes three
     return np.empty(shape, dtype) if device is None else sys.modules["cupy"].ndarray(shape, dtype)
 
 

@@ -1,7 +1,7 @@
 """Exact attention on arrays: what the user calls, one way down to the engine.
 
 Checks are remembered per look of a call (shapes, strides, dtypes, devices, options), so a repeated
-one only looks its ``ForwardCall`` up, allocates, and hands canonical views to ``cuattn.execute``.
+one only looks its ``ForwardCall`` up, allocates, and hands arrays and layout to ``cuattn.execute``.
 """
 
 from __future__ import annotations
@@ -336,7 +336,8 @@ def attention_vjp(
     -------
     out : array, or the pair (out, lse) if ``return_lse``
     vjp : callable
-        ``vjp(dout, dlse=None, wrt=None) -> Gradients``, any number of times.
+        ``vjp(dout, dlse=None, wrt=None) -> Gradients``, any number of times. It reads q, k, v, out
+        and lse, those you hold: change none of them in place before its last call.
 
     Raises
     ------

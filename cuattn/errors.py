@@ -38,4 +38,11 @@ class CompileError(CuattnError, RuntimeError):
 
 def explain_argument(name: str, got: object, expected: str, remedy: str) -> str:
     """One message: the argument's name, what it got, what was expected, what to do."""
-    return f"{name}: got {got}; expected {expected}; {remedy}"
+    return f"{name}: got {shown(got)}; expected {expected}; {remedy}"
+
+
+def shown(value: object) -> str:
+    """The value as text; of a huge integer, which Python may refuse to print, its size."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)

@@ -24,7 +24,7 @@ from cuattn.jit.compile import CompileOptions, arch_for_device, debugging
 from cuattn.jit.launch import load
 from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
-from cuattn.planning.plan import KernelSpec, Plan, parameters
+from cuattn.planning.plan import ITEMSIZE, KernelSpec, Plan, parameters
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.select import plan_for
 
@@ -63,7 +63,7 @@ class Executable:
         self.device_id = device_id
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
         self._template = Template(struct, parameters(plan.problem))
-        itemsize = np.dtype(plan.problem.accumulator).itemsize
+        itemsize = ITEMSIZE[plan.problem.accumulator]
         self._workspace = [(name, size * itemsize) for name, size in plan.workspace]
         units = [unit_of(launch.kernel) for launch in plan.launches]
         for _ in build(units, CompileOptions(plan.device.arch, lineinfo=debugging())):
@@ -74,7 +74,11 @@ class Executable:
         ]
 
     def __call__(self, addresses: dict[str, int]) -> None:
-        """Launch on CuPy's current stream; the device must be current."""
+        """Launch on CuPy's current stream; the device must be current.
+
+        ``addresses`` are those of the arrays by their names in the parameter struct; those of the
+        workspace are added to them.
+        """
         # Freed when this returns: what is on the stream by then still finds it as it is.
         workspace = [
             (name, sys.modules["cupy"].cuda.alloc(nbytes)) for name, nbytes in self._workspace

@@ -178,7 +178,8 @@ def _cpu_text(problem: AttentionProblem) -> Iterator[str]:
     yield from _problem_text(problem)
     visible = Visible.of(problem)
     if visible.empty or problem.batch * problem.num_heads_q == 0:
-        yield _line("tiles", "none: no row sees a key")
+        why = "no row sees a key" if visible.empty else "there is no head"
+        yield _line("tiles", f"none: {why}")
         return
     batches, batch_bytes = split(problem, visible)
     schedule = visible.schedule

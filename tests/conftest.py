@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import record
 from strategies import DTYPES
-from tiles import tile_of_rank
+from tiles import RANKS, tile_of_rank
 
 from cuattn import execute
 from cuattn.planning import select
@@ -29,6 +29,7 @@ class NumpyEngine:
 
     name = "numpy"
     dtypes = DTYPES
+    ranks = range(1)  # one tile for all
     xp = np
 
     def asarray(self, array):
@@ -38,7 +39,7 @@ class NumpyEngine:
         return array
 
     def tile(self, rank):
-        """Compute in the tile of this rank of a family's table; here there is one for all."""
+        """Compute in the tile of this rank, out of ``ranks``."""
         return contextlib.nullcontext()
 
 
@@ -49,6 +50,7 @@ class CudaEngine:
         import cupy
 
         self.name, self.dtypes, self.xp = family.name, family.dtypes, cupy
+        self.ranks = RANKS
 
     def asarray(self, array):
         """Copy to the device with the same strides, zero and negative ones too."""

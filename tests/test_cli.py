@@ -1,6 +1,7 @@
 """``python -m cuattn``: every command without a GPU, and what it says when something is missing."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -218,11 +219,33 @@ def test_compile_fails_where_the_disk_keeps_nothing(monkeypatch, capsys):
     assert "\n0 of " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("jobs", ["0", "-1"])
+@pytest.mark.parametrize("jobs", ["0", "-1", "few"])
 def test_compile_takes_one_job_or_more(jobs, capsys):
     with pytest.raises(SystemExit):
         main(["compile", "--arch", "sm_80", "--jobs", jobs])
-    assert "expected 1 or more" in capsys.readouterr().err
+    assert f"--jobs: got {jobs!r}; expected a number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_target_is_compiled_once_whatever_its_names(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("cuattn.__main__._compile", lambda device, *_: compiled.append(device) or 1)
+    assert main(["compile", "--arch", "sm_90", "sm_90a", "sm_80"]) == 0
+    assert [device.arch for device in compiled] == ["sm_90a", "sm_80"]
+
+
+def test_info_survives_a_cache_folder_that_cannot_be(capsys, monkeypatch):
+    monkeypatch.setenv("CUATTN_CACHE_DIR", "a" * 300)
+    assert main(["info"]) == 0
+    assert "kernel cache" in capsys.readouterr().out
+
+
+def test_whoever_reads_the_lines_may_stop():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "cuattn", "info"]
+    run = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (run.returncode, run.stderr) == (1, "")
 
 
 def test_default_kernels_keep_the_dtype_and_every_gradient():
@@ -238,8 +261,9 @@ def test_compile_without_a_device_asks_for_a_target(capsys, no_device):
 
 
 def test_compile_for_an_unknown_target_lists_the_known_ones(capsys):
-    assert main(["compile", "--arch", "sm_42"]) == 1
-    assert "sm_90a" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compile", "--arch", "sm_42"])
+    assert "--arch: got 'sm_42'; expected one of sm_75" in capsys.readouterr().err
 
 
 def test_compile_reports_a_kernel_that_does_not_compile(capsys, monkeypatch):

@@ -11,6 +11,7 @@ from cuattn import execute
 from cuattn._arrays import LAYOUTS
 from cuattn.abi import structs
 from cuattn.abi.template import Template
+from cuattn.jit.launch import Kernel
 from cuattn.planning.device import known_device
 from cuattn.planning.plan import parameters
 from cuattn.planning.select import plan_for
@@ -167,3 +168,33 @@ def test_a_unit_names_its_kernel_configuration_and_launch_bounds():
     bounds = f"__launch_bounds__({spec.num_threads}, {spec.min_blocks})"
     for part in (spec.name, bounds, spec.header, f".smem_bytes = {spec.smem_bytes}"):
         assert part in unit.text
+
+
+class FakeFunction:
+    """What CuPy's function takes."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, grid, block, args, shared_mem):
+        self.calls.append((grid, block, args, shared_mem))
+
+
+@pytest.mark.parametrize("synchronize", [False, True])
+def test_a_launcher_passes_what_it_was_made_for_and_waits_when_asked(monkeypatch, synchronize):
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(1))
+    cuda = SimpleNamespace(get_current_stream=lambda: stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    function = FakeFunction()
+    launch = Kernel("cuattn_x", function, (64, 1, 1), 512, synchronize).launcher(7)
+    launch(("params",))
+    assert function.calls == [((7, 1, 1), (64, 1, 1), ("params",), 512)]
+    assert waited == [1] * synchronize
+
+
+@pytest.mark.parametrize("grid", [-1, 0, 2**31])
+def test_a_grid_that_no_device_launches_is_refused(grid):
+    kernel = Kernel("cuattn_x", FakeFunction(), (64, 1, 1), 0, synchronize=False)
+    with pytest.raises(ValueError, match=f"cuattn_x: got a grid of {grid}; expected 1 to"):
+        kernel.launcher(grid)

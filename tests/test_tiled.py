@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 import sys
+import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -348,9 +351,10 @@ def test_products_in_pieces(shape: tuple[int, int, int]) -> None:
     assert np.array_equal(out, a @ b)
 
 
-def test_a_thread_that_outlives_the_main_thread_still_computes() -> None:
-    script = """
-import threading
+@pytest.mark.parametrize("wait", ["threading.main_thread().join()", "time.sleep(0.2)", "pass"])
+def test_a_thread_that_outlives_the_main_thread_still_computes(wait: str) -> None:
+    script = f"""
+import threading, time
 import numpy as np
 import cuattn
 
@@ -358,8 +362,11 @@ q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1500, 2, 64), dtype=np
 want = cuattn.attention(q, k, v)
 
 def late():
-    threading.main_thread().join()
-    assert np.array_equal(cuattn.attention(q, k, v), want)
+    {wait}
+    for _ in range(3):
+        out, vjp = cuattn.attention_vjp(q, k, v)
+        assert np.array_equal(out, want)
+        vjp(out)
     print("computed", flush=True)
 
 threading.Thread(target=late).start()
@@ -368,3 +375,28 @@ threading.Thread(target=late).start()
     root = Path(__file__).parents[1]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert run.stdout == "computed\n", run.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread here")
+@pytest.mark.parametrize("num_heads", [1, 16])
+def test_an_interrupt_is_heard_at_the_next_tile(num_heads: int) -> None:
+    q, k, v = random(*[(1, 40_000 // num_heads + 10_000, num_heads, 64)] * 3)
+    main_thread = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, (main_thread, signal.SIGINT))
+    begin = time.perf_counter()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        forward(q, k, v, Band(-99_999, 99_999))
+    assert time.perf_counter() - begin < 2  # the whole takes more than ten seconds
+
+
+def test_an_error_in_a_part_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(tiled.State, "push", fail)
+    monkeypatch.setattr(heads, "THREADED_WORK", 0)
+    monkeypatch.setattr(heads, "_num_cores", lambda: 3)
+    q, k, v = random(*[(2, 600, 2, 16)] * 3)
+    with pytest.raises(MemoryError, match="no room"):
+        forward(q, k, v, Band(-999, 999))

@@ -23,5 +23,7 @@ def tile_of_rank(rank):
 
     with mock.patch.object(Tiled, "choose_tile", choose):
         execute.forget()
-        yield
-    execute.forget()
+        try:
+            yield
+        finally:
+            execute.forget()

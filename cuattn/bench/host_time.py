@@ -2,7 +2,8 @@
 
 Microseconds a call, of a small problem and without waiting for the device inside a burst. The
 parts come from leaving work out: without the engine (nothing is launched), and the allocations
-alone; what is left of the first is the launch, of the second cuattn's own Python. Where there is no
+alone; what is left of the first is the launch (with the workspace of a backward), of the second
+cuattn's own Python. Where there is no
 device, NumPy arrays without an engine show the Python part.
 """
 
@@ -78,7 +79,7 @@ def measure(xp: Any) -> list[dict[str, Any]]:
 def no_engine() -> Iterator[None]:
     """Everything but the engine: calls are checked, outputs allocated and left as they are."""
 
-    def nothing(*_arrays: object, **_gradients: object) -> None:
+    def nothing(*_: object) -> None:
         pass
 
     with (

@@ -25,9 +25,6 @@ from cuattn.planning.schedule import RangeSchedule
 
 Array = NDArray[Any]
 T = TypeVar("T")
-#: Runs a function over items and gives the results in their order: ``map`` or a pool's.
-Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-
 #: Largest tile, queries by keys: NumPy calls are dear below this, caches small above.
 BLOCK_M, BLOCK_N = 256, 480
 #: What batches in flight may hold beyond inputs and outputs, when there is a choice.
@@ -161,15 +158,45 @@ def split(problem: AttentionProblem, visible: Visible) -> tuple[list[Heads], int
     return batches, size * per_head
 
 
+class Stopped(Exception):
+    """Work given up because another part of it failed or was interrupted."""
+
+
+class Cores:
+    """Spreads parts of the work over threads, and stops all of them when one cannot go on."""
+
+    def __init__(self, pool: ThreadPoolExecutor | None, stop: threading.Event) -> None:
+        self._pool, self._stop = pool, stop
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
+        """As the builtin: the results in the order of the items."""
+        if self._pool is None:
+            return map(function, items)
+        return (result() for result in [self._begin(function, item) for item in items])
+
+    def _begin(self, function: Callable[[Any], Any], item: Any) -> Callable[[], Any]:
+        try:
+            return self._pool.submit(function, item).result  # type: ignore[union-attr]
+        except RuntimeError:  # the interpreter is shutting down and takes no more work
+            return functools.partial(function, item)
+
+    def going(self, tiles: Iterable[T]) -> Iterator[T]:
+        """The tiles one by one, for as long as nothing has stopped the work."""
+        for tile in tiles:
+            if self._stop.is_set():
+                raise Stopped
+            yield tile
+
+
 def run(
     problem: AttentionProblem,
     visible: Visible,
-    work: Callable[[Heads, Mapper, int], None],
+    work: Callable[[Heads, Cores, int], None],
 ) -> None:
-    """Call ``work(heads, mapper, num_parts)`` for every batch of heads, using the cores.
+    """Call ``work(heads, cores, num_parts)`` for every batch of heads, using the cores.
 
     With many batches that fit memory together each is one task, and work runs in one part.
-    Otherwise each is cut into parts that ``mapper`` spreads, and the next batches begin while the
+    Otherwise each is cut into parts that ``cores`` spreads, and the next batches begin while the
     last parts run. Which of the two depends on the problem alone.
     """
     batches, batch_bytes = split(problem, visible)
@@ -182,22 +209,27 @@ def run(
     heads = problem.batch * problem.num_heads_q
     multiplications = pairs * heads * (problem.head_dim + problem.head_dim_v)
     num_cores = _num_cores()
+    stop = threading.Event()
 
     if num_cores == 1 or multiplications < THREADED_WORK:
+        alone = Cores(None, stop)
         for heads_batch in batches:
-            work(heads_batch, map, num_parts)
+            work(heads_batch, alone, num_parts)
         return
     in_flight = min(len(batches), at_once, num_cores)
     with ThreadPoolExecutor(in_flight) as batch_pool, ThreadPoolExecutor(num_cores) as part_pool:
-        mapper: Mapper = map if many else part_pool.map
-        for _ in batch_pool.map(lambda heads_batch: work(heads_batch, mapper, num_parts), batches):
-            pass
+        cores = Cores(None if many else part_pool, stop)
+        try:
+            for _ in Cores(batch_pool, stop).map(lambda b: work(b, cores, num_parts), batches):
+                pass
+        except BaseException:  # an interrupt too: the pools wait for their threads
+            stop.set()
+            batch_pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _num_cores() -> int:
     """Cores that this process may use."""
-    if not threading.main_thread().is_alive():
-        return 1  # the interpreter is shutting down and starts no more pools
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

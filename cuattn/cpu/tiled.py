@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuattn.cpu.heads import Heads, Mapper, Visible, matmul, parts, run
+from cuattn.cpu.heads import Cores, Heads, Visible, matmul, parts, run
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import TileKind
 
@@ -89,14 +89,14 @@ def forward(
 
     scale = np.dtype(dtype).type(problem.softmax_scale)
 
-    def work(heads: Heads, mapper: Mapper, num_parts: int) -> None:
+    def work(heads: Heads, cores: Cores, num_parts: int) -> None:
         K = heads.load(k, visible.keys, dtype)
         V = heads.load_with_column(v, visible.keys, dtype)
 
         def walk(query_tiles: Sequence[tuple[int, int]]) -> None:
             with np.errstate(all="ignore"):
                 scores = np.empty(len(heads) * schedule.block_m * schedule.block_n, dtype)
-                for group_idx, m_block in query_tiles:
+                for group_idx, m_block in cores.going(query_tiles):
                     rows = visible.row_slice(m_block)
                     Q = heads.load(q, rows, dtype, group_idx)
                     state = _attend(visible, m_block, Q, K, V, scale, scores)
@@ -109,7 +109,7 @@ def forward(
             for group_idx in range(problem.group_size)
             for m_block in range(schedule.num_m_blocks)
         ]
-        for _ in mapper(walk, parts(query_tiles, num_parts)):
+        for _ in cores.map(walk, parts(query_tiles, num_parts)):
             pass
 
     run(problem, visible, work)
@@ -207,7 +207,7 @@ def backward(
 
     scale = np.dtype(dtype).type(problem.softmax_scale)
 
-    def work(heads: Heads, mapper: Mapper, num_parts: int) -> None:
+    def work(heads: Heads, cores: Cores, num_parts: int) -> None:
         K = heads.load(k, visible.keys, dtype)
         V = heads.load_with_column(v, visible.keys, dtype)
         dK = None if dk is None else np.zeros_like(K)
@@ -223,11 +223,11 @@ def backward(
                     dQ = None if dq is None else np.zeros_like(head.Q)
                     size = len(heads) * schedule.block_m * schedule.block_n
                     scratch = np.empty(size, dtype), np.empty(size, dtype)
-                    for n_block in n_blocks:
+                    for n_block in cores.going(n_blocks):
                         _differentiate(visible, n_block, head, K, V, scale, dQ, dK, dV, scratch)
                     return dQ
 
-            dQ_parts = mapper(walk, parts(range(schedule.num_n_blocks), num_parts))
+            dQ_parts = cores.map(walk, parts(range(schedule.num_n_blocks), num_parts))
             dQ: Array | None = None
             for part in dQ_parts:
                 dQ = part if dQ is None else np.add(dQ, part, out=dQ)

@@ -191,7 +191,7 @@ def _read(folder: Path | None, key: str) -> Entry | None:
         if meta["key"] != key or meta["cubin_sha256"] != hashlib.sha256(cubin).hexdigest():
             return None
         return Entry(key, Compiled(cubin=cubin, **meta["report"]), folder)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -276,13 +276,15 @@ def build(
         entry = cache.get(unit, options)
         return unit, entry, time.perf_counter() - begin
 
-    if not threading.main_thread().is_alive():
-        # The interpreter is shutting down and starts no more pools.
-        yield from map(one, units)
-        return
     pool = ThreadPoolExecutor(jobs or os.cpu_count())
+    waiting = []
     try:
-        for done in as_completed([pool.submit(one, unit) for unit in units]):
+        for unit in units:
+            try:
+                waiting.append(pool.submit(one, unit))
+            except RuntimeError:  # the interpreter is shutting down and takes no more work
+                yield one(unit)
+        for done in as_completed(waiting):
             yield done.result()
     finally:
         pool.shutdown(cancel_futures=True)

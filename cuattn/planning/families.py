@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from cuattn._arrays import listed
 from cuattn._typing import ACCUMULATOR
 from cuattn.abi.structs import DType, Product, Wrt
 from cuattn.planning.device import Device
@@ -56,9 +57,8 @@ class Tiled:
     name: str
     product: Product
     dtypes: tuple[str, ...]
-    min_capability: int
+    capabilities: tuple[int, ...]  # one: it and all later ones; several: those alone
     max_head_dim: int | None = None
-    capabilities: tuple[int, ...] | None = None  # those alone, where later ones lack the units
 
     @property
     def rounds_to_zero(self) -> bool:
@@ -67,17 +67,16 @@ class Tiled:
 
     def runs_on(self, device: Device) -> bool:
         """Whether the device has the arithmetic units."""
-        if self.capabilities is not None:
-            return device.capability in self.capabilities
-        return device.capability >= self.min_capability
+        if len(self.capabilities) == 1:
+            return device.capability >= self.capabilities[0]
+        return device.capability in self.capabilities
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         if problem.dtype not in self.dtypes:
             return f"needs {' or '.join(self.dtypes)}, got {problem.dtype}"
         if not self.runs_on(device):
-            needed = f"sm_{self.min_capability} or later"
-            if self.capabilities is not None:
-                needed = " or ".join(f"sm_{each}" for each in self.capabilities)
+            names = [f"sm_{each}" for each in self.capabilities]
+            needed = listed(names if len(names) > 1 else [*names, "later"])
             return f"needs {needed}, got {device.arch}"
         dims = max(problem.head_dim, problem.head_dim_v)
         if self.max_head_dim is not None and dims > self.max_head_dim:
@@ -182,11 +181,11 @@ class Tiled:
         return Launch(spec, grid(kernel, tile, problem))
 
 
-SIMT = Tiled("simt", Product.Fma, tuple(ACCUMULATOR), 75)
+SIMT = Tiled("simt", Product.Fma, tuple(ACCUMULATOR), (75,))
 # why 64: longer sums of scores, rounded towards zero, leave float32 accuracy.
-TF32X3 = Tiled("tf32x3", Product.Mma, ("float32",), 80, max_head_dim=64)
+TF32X3 = Tiled("tf32x3", Product.Mma, ("float32",), (80,), max_head_dim=64)
 # why these: A100, H100 and B200; elsewhere the instruction is there, without units behind it.
-DMMA = Tiled("dmma", Product.Mma, ("float64",), 80, capabilities=(80, 90, 100))
+DMMA = Tiled("dmma", Product.Mma, ("float64",), (80, 90, 100))
 
 FAMILIES: tuple[Family, ...] = (TF32X3, DMMA, SIMT)
 

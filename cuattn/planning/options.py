@@ -144,12 +144,14 @@ def read_scale(asked: Any, head_dim: int, accumulator: str) -> float:
     limits = np.finfo(accumulator)
     # Half of the largest number leaves room for a rounding; below the smallest normal one, the
     # scale itself would be rounded coarsely, or to 0.
-    if not (scale == 0 or float(limits.tiny) <= abs(scale) < float(limits.max) / 2):
+    smallest, largest = float(limits.tiny), float(limits.max) / 2
+    if not (scale == 0 or smallest <= abs(scale) < largest):
         remedy = "pass None for 1 / sqrt(head_dim)"
         expected = (
-            f"0, or a real number finite in {accumulator} and at least {limits.tiny:.3g} large"
+            f"0, or a magnitude from {smallest:.3g} to {largest:.3g}, as scores in {accumulator} "
+            "allow"
         )
-        raise ArgumentError(explain_argument("softmax_scale", scale, expected, remedy))
+        raise ArgumentError(explain_argument("softmax_scale", asked, expected, remedy))
     return scale
 
 

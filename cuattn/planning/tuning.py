@@ -2,10 +2,9 @@
 
 Rows are tried from the top: see ``families.Tiled.choose_tile``. TFLOP/s count the products that a
 kernel does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC 13.0, batch 1,
-8 heads, seqlen 4096, head_dim 64, full, 2026-11-29, each with the kernels as they stood when the
-shape was tried: numbers of one row compare, and tf32x3's are from before scores took their small
-terms first (about 5 % less) and before lo was left unrounded (about 6 % more). A row without a
-number serves devices with less shared memory, and problems with too few tiles for the device.
+8 heads, seqlen 4096, head_dim 64, full, 2026-11-29. The numbers of one table compare; those of
+simt's were taken earlier than the others. A row without a number serves devices with less shared
+memory, and problems with too few tiles for the device.
 """
 
 from __future__ import annotations
@@ -57,33 +56,33 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
         Tile(32, 32, 32, 4, 8, 2),
     ),
     ("tf32x3", "fwd", "float32"): (
-        Tile(128, 64, 64, 4, 4, 2),  # 50.4; 128 x 32 43.5, 128 x 64 on 256 threads 33.5
-        Tile(64, 32, 64, 2, 4, 3),  # 31.2
+        Tile(128, 64, 64, 4, 4, 2),  # 50.8; 64 x 64 on 128 threads 37.6, on 64 threads 32.3
+        Tile(64, 32, 64, 2, 4, 3),
         Tile(32, 32, 64, 2, 4, 3),
     ),
     ("tf32x3", "bwd_q", "float32"): (
-        Tile(128, 32, 64, 4, 4, 2),  # 51.5
-        Tile(64, 64, 64, 2, 4, 2),  # 39.5
+        Tile(128, 32, 64, 4, 4, 2),  # 52.3; 64 x 64 on 64 threads 21.9, with spills
+        Tile(64, 64, 64, 2, 4, 2),
         Tile(32, 32, 64, 2, 4, 2),
     ),
     ("tf32x3", "bwd_kv", "float32"): (
-        Tile(32, 128, 64, 4, 4, 2),  # 47.2; 64 x 128 on 256 threads 37.2
-        Tile(64, 64, 64, 2, 4, 2),  # 33.7
+        Tile(32, 128, 64, 4, 4, 2),  # 50.1; 64 x 64 on 64 threads 25.7, with spills
+        Tile(64, 64, 64, 2, 4, 2),
         Tile(32, 32, 64, 2, 4, 2),
     ),
     ("dmma", "fwd", "float64"): (
-        Tile(128, 64, 64, 2, 4, 1),
-        Tile(64, 32, 64, 2, 4, 2),
+        Tile(128, 64, 64, 2, 4, 1),  # 26.6; 128 x 32 23.9, 64 x 64 14.0
+        Tile(64, 32, 64, 2, 4, 2),  # 23.4
         Tile(32, 32, 64, 2, 4, 2),
     ),
     ("dmma", "bwd_q", "float64"): (
-        Tile(128, 32, 64, 2, 4, 1),
-        Tile(64, 32, 64, 2, 4, 1),
+        Tile(128, 32, 64, 2, 4, 1),  # 31.8; 64 x 64 9.3, with spills
+        Tile(64, 32, 64, 2, 4, 1),  # 17.0
         Tile(32, 32, 64, 2, 4, 1),
     ),
     ("dmma", "bwd_kv", "float64"): (
-        Tile(32, 128, 64, 2, 4, 1),
-        Tile(32, 64, 64, 2, 4, 1),
+        Tile(32, 128, 64, 2, 4, 1),  # 31.4; 64 x 64 15.3, with spills
+        Tile(32, 64, 64, 2, 4, 1),  # 16.3
         Tile(32, 32, 64, 2, 4, 1),
     ),
 }

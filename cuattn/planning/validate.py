@@ -58,7 +58,7 @@ def remembered(check: Callable[..., T]) -> Callable[..., T]:
             return lookup(*arguments)
         except CuattnError:
             raise
-        except TypeError:  # an argument that has no hash: an error to explain, or a rare type
+        except (TypeError, ValueError):  # an argument without a hash: an error to explain
             return check(*arguments)
 
     return call
@@ -160,7 +160,7 @@ def names_in(wrt: Iterable[str] | None) -> frozenset[str] | None:
     if wrt is None:
         return None
     if isinstance(wrt, Iterable) and not isinstance(wrt, (str, bytes)):
-        with contextlib.suppress(TypeError):  # a name that has no hash
+        with contextlib.suppress(TypeError, ValueError):  # a name that has no hash
             return frozenset(wrt)
     expected = "None or a collection of argument names"
     remedy = f"pass a set, for example {{'q'}}, out of {listed(map(repr, GIVEN_INPUTS))}"

@@ -1,7 +1,7 @@
 // Element types: how a dtype is stored in memory and what it accumulates in. Layer: base.
 //
 // 16-bit floats are opaque bit patterns here; ptx/convert.cuh widens and narrows them. Scores, the
-// running state, gradients and every shared tile of the SIMT family hold the accumulator type.
+// running state, gradients and every shared tile of the plain loops hold the accumulator type.
 #pragma once
 #include "base/abi.cuh"
 #include "base/prelude.cuh"

@@ -1,4 +1,4 @@
-// Entries of the SIMT family: the dynamic shared memory meets a main loop. Layer: kernel.
+// Entries of the plain loops: the dynamic shared memory meets a main loop. Layer: kernel.
 //
 // A generated unit (cuattn/jit/source.py) calls one of these from its only __global__ function.
 #pragma once

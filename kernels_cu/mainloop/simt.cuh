@@ -1,4 +1,4 @@
-// What the three SIMT main loops share: types, thread grid, the shared tiles. Layer: mainloop.
+// What the three plain main loops share: types, thread grid, the shared tiles. Layer: mainloop.
 //
 // Every loop has the same shape. A CTA owns one tile of positions (queries or keys), streams the
 // tiles of the other kind past it, and keeps its results in registers:

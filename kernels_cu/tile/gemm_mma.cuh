@@ -15,17 +15,17 @@
 
 namespace cuattn::tile {
 
-// Columns of a row that a lane gives, out of k ... k + 7: float32 two side by side in one read.
+// The two columns of a row that a lane gives, out of k ... k + 7, into elements i and j of its
+// operand: float32 two side by side in one read.
 template <class T, class Operand, class Tile>
-CUATTN_DEVICE void read_row(Operand& operand, int step, int i, Tile tile, int row, int k,
-                            int lane) {
+CUATTN_DEVICE void read_row(Operand& operand, int i, int j, Tile tile, int row, int k, int lane) {
   if constexpr (sizeof(T) == 4) {
     const Pair<T> pair = tile.pair(row, k + 2 * lane);
     operand.set(i, pair.at[0]);
-    operand.set(i + step, pair.at[1]);
+    operand.set(j, pair.at[1]);
   } else {
     operand.set(i, tile.at(row, k + lane));
-    operand.set(i + step, tile.at(row, k + lane + 4));
+    operand.set(j, tile.at(row, k + lane + 4));
   }
 }
 
@@ -38,14 +38,14 @@ CUATTN_DEVICE void gemm_nt_terms(Acc& acc, TileA a, TileB b, int depth) {
     MmaOperand<T, 4, kTerms> left[Acc::kRows / 2];
 #pragma unroll
     for (int i = 0; i < Acc::kRows; ++i) {
-      read_row<T>(left[i / 2], 2, i % 2, a, Acc::row_of(i), k, lane);
+      read_row<T>(left[i / 2], i % 2, i % 2 + 2, a, Acc::row_of(i), k, lane);
     }
 #pragma unroll
     for (int j = 0; j < Acc::kCols; j += 2 * kBlocks) {
       MmaOperand<T, 2, kTerms> right[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        read_row<T>(right[block], 1, 0, b, Acc::group() + (j / 2 + block) * 8, k, lane);
+        read_row<T>(right[block], 0, 1, b, Acc::group() + (j / 2 + block) * 8, k, lane);
       }
       mma_blocks(acc, j, left, right);
     }

@@ -4,7 +4,7 @@
 // puts what the lanes of one read ask for into different banks: 16 bytes where they read four
 // columns each down eight rows (tile/gemm_simt.cuh); 32 bytes where they read eight bytes each,
 // four to a row, or one element each of four rows; four elements where the four lanes of a row read
-// one element each (tile/gemm_mma.cuh).
+// one element each (tile/gemm_mma.cuh); eight elements where they write one or two each.
 #pragma once
 #include "base/dtype.cuh"
 #include "ptx/convert.cuh"
