@@ -1,15 +1,17 @@
 """Host time of a repeated call: ``python -m cuattn.bench.host_time [--json PATH]``.
 
-Microseconds a call, of a small problem and without waiting for the device inside a burst. The
-parts come from leaving work out: without the engine (nothing is launched), and the allocations
-alone; what is left of the first is the launch (with the workspace of a backward), of the second
-cuattn's own Python. Where there is no
-device, NumPy arrays without an engine show the Python part.
+Microseconds a call, of a small problem and without waiting for the device inside a burst: the least
+of many bursts, for whatever else the machine does can only add to it, and for the total the median
+too. The parts come from leaving work out: without the engine (nothing is launched), and the
+allocations alone; what is left of the first is the launch (with the workspace of a backward), of
+the second cuattn's own Python. Where there is no device, NumPy arrays without an engine show the
+Python part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -22,20 +24,20 @@ import cuattn
 from cuattn import execute
 from cuattn._arrays import empty
 from cuattn.bench.report import parser, write
-from cuattn.bench.timing import medians
+from cuattn.bench.timing import rounds
 from cuattn.bench.workloads import normal
 from cuattn.check import cuda_or_why
 
 SHAPE, DTYPE = (1, 64, 4, 64), "float32"
 #: Calls of a burst: fewer than a stream takes before its host waits.
-CALLS, REPEATS = 100, 15
+CALLS, REPEATS = 50, 60
 
 
-def _microseconds(xp: Any, function: Callable[[], object]) -> float:
-    """Per call; the device catches up between bursts."""
+def _microseconds(xp: Any, function: Callable[[], object]) -> tuple[float, float]:
+    """Per call, the least and the median burst; the device catches up between bursts."""
     catch_up = (lambda: None) if xp is np else xp.cuda.Device().synchronize
-    (seconds,) = medians(function, calls=CALLS, repeats=REPEATS, between=catch_up)
-    return 1e6 * seconds
+    (seconds,) = rounds(function, calls=CALLS, repeats=REPEATS, between=catch_up)
+    return 1e6 * min(seconds), 1e6 * statistics.median(seconds)
 
 
 def measure(xp: Any) -> list[dict[str, Any]]:
@@ -65,11 +67,11 @@ def measure(xp: Any) -> list[dict[str, Any]]:
         ("forward+backward", both, (out, res.lse, q, k, v)),
     ):
         with no_engine():
-            without = _microseconds(xp, call)
-        allocation = _microseconds(xp, partial(allocate, arrays))
+            without, _ = _microseconds(xp, call)
+        allocation, _ = _microseconds(xp, partial(allocate, arrays))
         row: dict[str, Any] = {"pass": name, "allocation": allocation, "own": without - allocation}
         if xp is not np:
-            row["total"] = _microseconds(xp, call)
+            row["total"], row["median"] = _microseconds(xp, call)
             row["launch"] = row["total"] - without
         rows.append(row)
     return rows
