@@ -72,7 +72,7 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str]:
     kind = type(array)
     got, expected = f"{kind.__module__}.{kind.__qualname__}", "a NumPy or CuPy array"
     if array is None:
-        return "None", expected, f"pass {name}"
+        return "None", expected, "pass an array"
     if isinstance(array, np.ma.MaskedArray):
         return got, f"{expected} without a mask", f"pass {name}.filled(...) if that is meant"
     if isinstance(array, np.matrix):

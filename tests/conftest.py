@@ -16,6 +16,7 @@ from strategies import DTYPES
 from tiles import RANKS, tile_of_rank
 
 from cuattn import execute
+from cuattn.cpu import heads
 from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
 
@@ -77,6 +78,13 @@ def cuda_devices():
         return cupy.cuda.runtime.getDeviceCount()
     except Exception:  # noqa: BLE001 - no CuPy, no driver and no device all mean none
         return 0
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles small enough that short sequences have many."""
+    monkeypatch.setattr(heads, "BLOCK_M", 32)
+    monkeypatch.setattr(heads, "BLOCK_N", 48)
 
 
 @pytest.fixture(

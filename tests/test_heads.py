@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_tiled import backward, check, forward, random, small_tiles  # noqa: F401
+from cpu_calls import backward, check, forward, random
 
 from cuattn.cpu import heads, tiled
 from cuattn.planning.problem import Band

@@ -9,87 +9,13 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
 import pytest
 from compare import assert_backward, assert_forward
+from cpu_calls import backward, check, forward, problem_of, random
 
+import cuattn
 from cuattn.cpu import heads, tiled
-from cuattn.planning.problem import AttentionProblem, Band, Layouts
+from cuattn.planning.problem import Band
 
 Array = np.ndarray[Any, Any]
-
-
-def problem_of(
-    q: Array, k: Array, v: Array, band: Band, wrt: tuple[str, ...] = ()
-) -> AttentionProblem:
-    strides = (0, 0, 0, 0)  # the engine reads the arrays' own
-    return AttentionProblem(
-        op="backward" if wrt else "forward",
-        dtype=q.dtype.name,
-        out_dtype=q.dtype.name,
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        num_heads_q=q.shape[2],
-        num_heads_kv=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        band=band,
-        softmax_scale=0.2,
-        deterministic=None,
-        layouts=Layouts(strides, strides, strides, strides),
-        wrt=wrt,
-    )
-
-
-def forward(q: Array, k: Array, v: Array, band: Band) -> tuple[Array, Array]:
-    problem = problem_of(q, k, v, band)
-    out = np.full((*q.shape[:3], v.shape[3]), 7, q.dtype)
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), 7, problem.accumulator)
-    tiled.forward(problem, q, k, v, out, lse)
-    return out, lse
-
-
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    band: Band,
-    dout: Array | None,
-    dlse: Array | None,
-    wrt: tuple[str, ...] = ("q", "k", "v"),
-) -> tuple[Array | None, ...]:
-    out, lse = forward(q, k, v, band)
-    gradients = {
-        name: np.full(a.shape, 7, a.dtype) if name in wrt else None
-        for name, a in zip("qkv", (q, k, v), strict=True)
-    }
-    tiled.backward(
-        problem_of(q, k, v, band, wrt),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dout,
-        dlse,
-        dq=gradients["q"],
-        dk=gradients["k"],
-        dv=gradients["v"],
-    )
-    return tuple(gradients.values())
-
-
-def random(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[Array]:
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def check(q: Array, k: Array, v: Array, band: Band, dout: Array, dlse: Array | None) -> None:
-    out, lse = forward(q, k, v, band)
-    given = {"band": band, "softmax_scale": 0.2}
-    assert_forward(out, lse, q, k, v, **given)
-    gradients = backward(q, k, v, band, dout, dlse)
-    assert_backward(gradients, q, k, v, out, dout, dlse, **given)
-
-
 BANDS = {
     "dense": Band(-999, 999),
     "causal": Band(-999, 0),
@@ -98,13 +24,6 @@ BANDS = {
     "window off the end": Band(90, 130),
     "nothing": Band(500, 900),
 }
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles small enough that short sequences have many."""
-    monkeypatch.setattr(heads, "BLOCK_M", 32)
-    monkeypatch.setattr(heads, "BLOCK_N", 48)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -206,6 +125,28 @@ def test_a_row_whose_first_scores_are_all_inf_starts_later(level: float) -> None
     out, lse = forward(q, k, v, Band(-999, 999))
     assert_forward(out, lse, q, k, v, band=Band(-999, 999), softmax_scale=0.2)
     assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_the_backward_are_those_of_the_forward(dtype: str, size: float) -> None:
+    """Where one key outweighs all others its weight is 1 to the last bit, at scores to 1e11."""
+    q, k, v, dout = random(*[(1, 700, 2, 64)] * 4, dtype=dtype)
+    k = q + k / 4  # each row's own key is the nearest by far
+    q, k = q * q.dtype.type(size), k * k.dtype.type(size)
+    band = Band(-999, 999)
+    assert np.array_equal(forward(q, k, v, band)[0], v)
+    assert np.array_equal(backward(q, k, v, band, dout, None)[2], dout)
+
+
+@pytest.mark.parametrize("sizes", [(1e20, 1e-20), (1e-20, 1e20)])
+def test_the_scale_multiplies_scores_and_not_one_of_their_factors(
+    sizes: tuple[float, float],
+) -> None:
+    q, k, v = random(*[(1, 7, 2, 8)] * 3)
+    q[...], k[...] = sizes
+    outs = [cuattn.attention(q, k, v, softmax_scale=scale) for scale in (1e20, 0)]
+    assert np.array_equal(*outs)  # equal scores, of 8e20 and of 0
 
 
 def test_only_what_is_asked() -> None:

@@ -20,6 +20,11 @@ class Device:
         """Compute capability as one number: 90 for sm_90a."""
         return int(self.arch.removeprefix("sm_").rstrip("af"))
 
+    @property
+    def fast_float64(self) -> bool:
+        """Whether float64 runs at half the rate of float32 or more: V100, A100, H100, B200."""
+        return self.capability in (70, 80, 90, 100)
+
 
 HOST = Device("cpu", 0, 0)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from cuattn._arrays import listed
 from cuattn._typing import ACCUMULATOR
 from cuattn.abi.structs import DType, Product, Wrt
 from cuattn.planning.device import Device
@@ -57,27 +56,29 @@ class Tiled:
     name: str
     product: Product
     dtypes: tuple[str, ...]
-    capabilities: tuple[int, ...]  # one: it and all later ones; several: those alone
+    min_capability: int
     max_head_dim: int | None = None
+    needs_fast_float64: bool = False
 
     @property
     def rounds_to_zero(self) -> bool:
         """Whether sums over head dims and positions are rounded towards zero."""
         return self.product == Product.Mma and "float32" in self.dtypes
 
-    def runs_on(self, device: Device) -> bool:
-        """Whether the device has the arithmetic units."""
-        if len(self.capabilities) == 1:
-            return device.capability >= self.capabilities[0]
-        return device.capability in self.capabilities
+    def lacking(self, device: Device) -> str | None:
+        """What the family needs that the device has not, or None."""
+        if device.capability < self.min_capability:
+            return f"sm_{self.min_capability} or later"
+        if self.needs_fast_float64 and not device.fast_float64:
+            return "float64 at half the rate of float32"
+        return None
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         if problem.dtype not in self.dtypes:
             return f"needs {' or '.join(self.dtypes)}, got {problem.dtype}"
-        if not self.runs_on(device):
-            names = [f"sm_{each}" for each in self.capabilities]
-            needed = listed(names if len(names) > 1 else [*names, "later"])
-            return f"needs {needed}, got {device.arch}"
+        lacking = self.lacking(device)
+        if lacking is not None:
+            return f"needs {lacking}, got {device.arch}"
         dims = max(problem.head_dim, problem.head_dim_v)
         if self.max_head_dim is not None and dims > self.max_head_dim:
             return f"needs head dims of at most {self.max_head_dim}, got {dims}"
@@ -157,7 +158,7 @@ class Tiled:
 
     def every_spec(self, device: Device) -> Iterator[KernelSpec]:
         """Every specialisation that a plan can choose on a device."""
-        if not self.runs_on(device):
+        if self.lacking(device) is not None:
             return
         wrts = {
             "fwd": (Wrt(0),),
@@ -181,11 +182,11 @@ class Tiled:
         return Launch(spec, grid(kernel, tile, problem))
 
 
-SIMT = Tiled("simt", Product.Fma, tuple(ACCUMULATOR), (75,))
+SIMT = Tiled("simt", Product.Fma, tuple(ACCUMULATOR), 75)
 # why 64: longer sums of scores, rounded towards zero, leave float32 accuracy.
-TF32X3 = Tiled("tf32x3", Product.Mma, ("float32",), (80,), max_head_dim=64)
-# why these: A100, H100 and B200; elsewhere the instruction is there, without units behind it.
-DMMA = Tiled("dmma", Product.Mma, ("float64",), (80, 90, 100))
+TF32X3 = Tiled("tf32x3", Product.Mma, ("float32",), 80, max_head_dim=64)
+# why: where float64 is slow, the instruction is there, without units behind it.
+DMMA = Tiled("dmma", Product.Mma, ("float64",), 80, needs_fast_float64=True)
 
 FAMILIES: tuple[Family, ...] = (TF32X3, DMMA, SIMT)
 
