@@ -164,7 +164,7 @@ def backward(
     dout : array, shape (batch, seqlen_q, heads_q, head_dim_v), or None for 0
     dlse : array, shape (batch, heads_q, seqlen_q), or None for 0
     operand_dtype : dtype, optional
-        Round P and dS to this dtype before they enter a product, as tensor cores do.
+        Round P, dS and dout to this dtype before they enter a product, as tensor cores do.
     product : callable, optional
         How sums over head dims and positions are taken.
     out : array, shape of dout, optional
@@ -181,6 +181,7 @@ def backward(
     seqlen_k, num_heads_kv, head_dim_v = v.shape[1:]
     shape = (batch, seqlen_q, num_heads_q, head_dim_v)
     dout = np.zeros(shape, q.dtype) if dout is None else dout.astype(dtype)
+    dout = _rounded(dout, operand_dtype)
     dlse = np.zeros((batch, num_heads_q, seqlen_q), q.dtype) if dlse is None else dlse.astype(dtype)
     visible = visible_pairs(band, seqlen_q, seqlen_k)
     scale = q.dtype.type(softmax_scale)

@@ -2,15 +2,20 @@
 
 Per (batch, head, block of at most 128 rows), with everything taken over the block:
 
-    max|x - ref| <= 2 * max|low - ref| + 4 * eps * max(sum of |terms|)
+    max|x - ref| <= max(2 * max|low - ref|, max(luck)) + 4 * eps * max(sum of |terms|) + max(unit)
 
 ref   the dense formula in float64 (longdouble for float64 inputs)
 low   the dense formula as a good kernel rounds it: q k^T, softmax and every sum in the accumulator
       dtype, sums in their order as a thread takes them (a library's many partial sums are more
-      exact than any kernel's), weights and dS rounded to the inputs' dtype, the result rounded
-      once to its own dtype; its backward reads the same stored, rounded out as the one that is
+      exact than any kernel's), weights, dS and dout rounded to the inputs' dtype, the result not
+      yet rounded; its backward reads the same stored, rounded out as the one that is
       judged, so |low - ref| splits into low's own part (twice) and the part that the stored out
       brings along (once)
+luck  low is one draw of the roundings to 16 bits, and one in which the largest weight of a row, 1,
+      is exact. Where few elements decide it may be a lucky one. Four standard deviations of the sum
+      of these roundings, each evenly spread over half a unit to either side, or all of them in one
+      direction where that is less. Of many elements the largest |low - ref| is more than half that
+unit  half of one in the last place of the result's own dtype, to which it is rounded once
 eps   of the accumulator dtype; twice that where sums are rounded towards zero, as tensor cores
       round them: there the error of one addition is a whole unit in the last place, not half
 terms what the result is a sum of, in magnitude, and what the errors of the scores add to it. A
@@ -36,7 +41,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -49,6 +54,9 @@ Array = NDArray[Any]
 #: What the error of a score counts beside a term: d roundings of either sign add up to far less
 #: than d of them. With 1, no sum in whatever order came near a third of the bound (measured).
 SCORE_SHARE = 0.25
+
+#: Standard deviations that are granted: one element in 16,000 of a correct kernel is further off.
+LUCK = 4.0
 
 #: Rows that share one maximum: few enough that a fault in late rows cannot hide behind early ones.
 BLOCK_ROWS = 128
@@ -137,6 +145,7 @@ def _expected(
     dtype: DTypeLike,
     eps: float,
     *,
+    luck: Array | float = 0.0,
     from_stored: Array | None = None,
 ) -> Expected:
     """The rule. 4-D arrays have their rows in axis 1, lse in its last.
@@ -147,12 +156,38 @@ def _expected(
     row_axis, other_axis = (1, 3) if value.ndim == 4 else (2, None)
     attainable = value if from_stored is None else from_stored
     with np.errstate(over="ignore", invalid="ignore"):
-        low_error = np.abs(low.astype(dtype).astype(value.dtype) - attainable)
+        low_error = np.abs(low.astype(value.dtype) - attainable)
         inherited_error = np.abs(attainable - value)
-    bound = 2 * _block_max(low_error, row_axis, other_axis)
+        rounded_once = half_unit(dtype) * np.maximum(np.abs(value), smallest_normal(dtype))
+    lucky = _block_max(np.broadcast_to(luck, value.shape), row_axis, other_axis)
+    bound = np.maximum(2 * _block_max(low_error, row_axis, other_axis), lucky)
+    bound += _block_max(rounded_once, row_axis, other_axis)
     bound += _block_max(inherited_error, row_axis, other_axis)
     bound += 4 * eps * _block_max(terms, row_axis, other_axis)
     return Expected(value, bound, np.dtype(dtype))
+
+
+def _finfo(dtype: DTypeLike) -> Any:
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+
+
+def half_unit(dtype: DTypeLike) -> float:
+    """The largest relative error of rounding to a 16-bit dtype, 0 of a wider one."""
+    return float(_finfo(dtype).eps) / 2 if np.dtype(dtype).itemsize == 2 else 0.0
+
+
+def smallest_normal(dtype: DTypeLike) -> float:
+    """Below it, rounding errs by as much as at it."""
+    return float(_finfo(dtype).smallest_normal) if np.dtype(dtype).itemsize == 2 else 0.0
+
+
+def luck_of(dtype: DTypeLike, magnitudes: Array, squares: Array) -> Array:
+    """What the roundings to a 16-bit dtype of the terms of a sum may come to.
+
+    ``magnitudes`` and ``squares`` are the sums of |term| and of term^2 over what is rounded.
+    """
+    half = half_unit(dtype)
+    return np.minimum(LUCK * half * np.sqrt(squares / 3), half * magnitudes)
 
 
 def in_order(a: Array, b: Array) -> Array:
@@ -207,7 +242,7 @@ def expected_forward(
         operand_dtype=q.dtype,
         product=in_order,
     )
-    out_terms, lse_terms = np.zeros_like(out), np.zeros_like(lse)
+    out_terms, lse_terms, luck = np.zeros_like(out), np.zeros_like(lse), np.zeros_like(out)
     abs_v = np.abs(v.astype(exact))
     for b, h, h_kv, head in _heads(q.astype(exact), k.astype(exact), band, softmax_scale):
         with np.errstate(all="ignore"):
@@ -216,8 +251,13 @@ def expected_forward(
             from_scores = SCORE_SHARE * head.PA[:, None] * np.abs(out[b, :, h])
             terms = reference.visible_product(P, abs_v[b, :, h_kv], head.visible)
             out_terms[b, :, h] = terms + from_scores
+            magnitudes, squares = (
+                reference.visible_product(head.P**n, abs_v[b, :, h_kv] ** n, head.visible)
+                for n in (1, 2)
+            )
+            luck[b, :, h] = luck_of(q.dtype, magnitudes, squares)
     return (
-        _expected(out, low_out, out_terms, stored, eps),
+        _expected(out, low_out, out_terms, stored, eps, luck=luck),
         _expected(lse, low_lse, lse_terms, accumulator, eps),
     )
 
@@ -259,10 +299,12 @@ def expected_backward(
     values = gradients(dtype=exact)
     inherited = gradients(dtype=exact, out=out)
     lows = gradients(dtype=accumulator, operand_dtype=dtype, product=in_order, out=out)
-    terms = _gradient_terms(q, k, v, out.astype(exact), dout, dlse, band, softmax_scale)
+    terms, lucks = _gradient_terms(q, k, v, out.astype(exact), dout, dlse, band, softmax_scale)
     dq, dk, dv = (
-        _expected(value, low, term, dtype, eps, from_stored=stored)
-        for value, low, term, stored in zip(values, lows, terms, inherited, strict=True)
+        _expected(value, low, term, dtype, eps, luck=luck, from_stored=stored)
+        for value, low, term, stored, luck in zip(
+            values, lows, terms, inherited, lucks, strict=True
+        )
     )
     return dq, dk, dv
 
@@ -276,26 +318,38 @@ def _gradient_terms(
     dlse: Array | None,
     band: Band,
     softmax_scale: float,
-) -> tuple[Array, Array, Array]:
-    """Sum of |terms| of dq, dk and dv, in the dtype of ``out``."""
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
+    """Sum of |terms| of dq, dk and dv, and what roundings of their operands may come to."""
+    dtype, rounds_dout = q.dtype, dout is not None and dout.dtype != q.dtype
     q, k, v = (a.astype(out.dtype) for a in (q, k, v))
     dout = np.zeros_like(out) if dout is None else dout.astype(out.dtype)
     dlse = np.zeros(out.shape[:1] + out.shape[2:0:-1], out.dtype) if dlse is None else dlse
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    terms, magnitudes, squares = (
+        (np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) for _ in range(3)
+    )
     scale, total = abs(softmax_scale), reference.visible_product
     for b, h, h_kv, head in _heads(q, k, band, softmax_scale):
         dO, V, D = dout[b, :, h], v[b, :, h_kv], dlse[b, h].astype(out.dtype)
         with np.errstate(all="ignore"):
             along = dO * out[b, :, h]
-            terms = np.abs(dO) @ np.abs(V).T + (np.abs(along).sum(axis=1) + np.abs(D))[:, None]
-            dS = np.abs(dO @ V.T + (D - along.sum(axis=1))[:, None])
+            sums = np.abs(dO) @ np.abs(V).T + (np.abs(along).sum(axis=1) + np.abs(D))[:, None]
+            dP = np.abs(dO @ V.T + (D - along.sum(axis=1))[:, None])
             loose = SCORE_SHARE * (head.A + head.lse_terms[:, None])
-            dS = head.P * (terms + loose * dS)
-            P = head.P * (1 + loose)
-            dq[b, :, h] = scale * total(dS, np.abs(k[b, :, h_kv]), head.visible)
-            dk[b, :, h_kv] += scale * total(dS.T, np.abs(q[b, :, h]), head.visible.T)
-            dv[b, :, h_kv] += total(P.T, np.abs(dO), head.visible.T)
-    return dq, dk, dv
+            # P and then dS are rounded; a rounded dout stands in every product of dP and delta.
+            twice, spread = 2 * head.P * dP, 2 * (head.P * dP) ** 2
+            if rounds_dout:
+                twice = twice + head.P * sums
+                spread += head.P**2 * (dO**2 @ (V**2).T + (along**2).sum(axis=1)[:, None])
+            P = head.P * (1 + loose), (1 + rounds_dout) * head.P, (1 + rounds_dout) * head.P**2
+            dS = head.P * (sums + loose * dP), twice, spread
+            seen = head.visible
+            for i, (into, power) in enumerate(((terms, 1), (magnitudes, 1), (squares, 2))):
+                Q, K = np.abs(q[b, :, h]) ** power, np.abs(k[b, :, h_kv]) ** power
+                into[0][b, :, h] = scale**power * total(dS[i], K, seen)
+                into[1][b, :, h_kv] += scale**power * total(dS[i].T, Q, seen.T)
+                into[2][b, :, h_kv] += total(P[i].T, np.abs(dO) ** power, seen.T)
+    dq, dk, dv = (luck_of(dtype, *each) for each in zip(magnitudes, squares, strict=True))
+    return terms, (dq, dk, dv)
 
 
 class _Head(NamedTuple):
