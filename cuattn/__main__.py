@@ -1,4 +1,4 @@
-"""``python -m cuattn``: what is this machine, does it compute right here, compile ahead of time."""
+"""``python -m cuattn``: this machine, does it compute right and how fast, compile ahead of time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import cuattn
 from cuattn import execute
 from cuattn._typing import ACCUMULATOR
 from cuattn.abi.structs import DType
+from cuattn.bench import half
 from cuattn.check import check, cuda_or_why
 from cuattn.errors import ArgumentError, CuattnError
 from cuattn.jit.cache import default_directory
@@ -32,12 +33,17 @@ VARIABLES = ("CUATTN_CACHE_DIR", "CUATTN_DEBUG")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code, 0 where all is well."""
     parser = argparse.ArgumentParser(
-        prog="cuattn", description="Exact attention: this machine, a check, the kernel cache."
+        prog="cuattn",
+        description="Exact attention: this machine, a check, a benchmark, the kernel cache.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="say what is installed and which engine runs")
     checking = commands.add_parser("check", help="compare small problems with the dense formula")
     checking.add_argument("--engine", choices=("numpy", "cuda"), help="CUDA if there is a device")
+    benching = commands.add_parser(
+        "bench", help="time 16-bit attention beside the peers that are installed, and draw it"
+    )
+    half.add_options(benching)
     compiling = commands.add_parser("compile", help="fill the kernel cache; needs no GPU")
     compiling.add_argument(
         "--arch",
@@ -78,6 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return info()
     if arguments.command == "check":
         return 1 if check(arguments.engine) else 0
+    if arguments.command == "bench":
+        return half.main(arguments)
     return compile_kernels(arguments)
 
 

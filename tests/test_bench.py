@@ -1,11 +1,11 @@
 """The benchmarks measure what they say: peers in turn, every pass, the right bytes."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from compare import assert_backward, assert_forward
+from host_cupy import HostCupy
 
 import cuattn
 from cuattn.bench import first_call, float32, report, timing
@@ -41,21 +41,6 @@ def test_the_formula_that_is_timed_is_attention(causal):
         assert_backward(gradients, q, k, v, out, dout, None, **meaning)
 
 
-class HostCupy:
-    """NumPy under the names of CuPy that the float32 bench uses; its clock stands still."""
-
-    def __init__(self):
-        event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-        self.cuda = SimpleNamespace(Event=lambda: event, get_elapsed_time=lambda begin, end: 2.0)
-        self.pool = SimpleNamespace(free_all_blocks=lambda: None, total_bytes=lambda: 0)
-
-    def get_default_memory_pool(self):
-        return self.pool
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-
 def test_the_float32_bench_compares_every_pass_of_every_peer(monkeypatch):
     monkeypatch.setattr(float32, "SHAPE", (1, 2, 16, 8))
     rows = list(float32.compare(HostCupy(), "float64", causal=True))
@@ -81,7 +66,7 @@ def test_the_float32_bench_states_the_bytes_of_a_long_run(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_first_call_is_timed_in_its_own_process(tmp_path):
-    arguments = "float16", "forward+backward", "128"
+    arguments = "float16", "forward+backward", "128", "64"
     cold, warm = (first_call.in_fresh_process(str(tmp_path), *arguments) for _ in range(2))
     assert cold > 0
     assert warm > 0

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 from cuattn._typing import Array
@@ -78,6 +79,37 @@ class Formula:
         yield "formula, P again", {"backward": self.backward_again}
 
 
+class Autograd:
+    """A differentiable function of torch tensors q, k, v, pass by pass."""
+
+    def __init__(
+        self, torch: Any, function: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any
+    ) -> None:
+        self.torch, self.function, self.dout = torch, function, dout
+        self.inputs = [each.detach().requires_grad_() for each in (q, k, v)]
+
+    def forward(self) -> Any:
+        """Out alone, nothing kept for a backward."""
+        with self.torch.no_grad():
+            return self.function(*self.inputs)
+
+    @cached_property
+    def _kept(self) -> Any:
+        return self.function(*self.inputs)
+
+    def backward(self) -> tuple[Any, ...]:
+        """The gradients alone, from a forward that was kept."""
+        gradients: tuple[Any, ...] = self.torch.autograd.grad(
+            self._kept, self.inputs, self.dout, retain_graph=True
+        )
+        return gradients
+
+    def both(self) -> tuple[Any, ...]:
+        """Out and the gradients."""
+        out = self.function(*self.inputs)
+        return out.detach(), *self.torch.autograd.grad(out, self.inputs, self.dout)
+
+
 def torch_or_none() -> Any:
     """Torch, where it is importable and finds a device."""
     if importlib.util.find_spec("torch") is None:
@@ -86,28 +118,26 @@ def torch_or_none() -> Any:
     return torch if torch.cuda.is_available() else None
 
 
+def sdpa(torch: Any, backend: str, *, causal: bool) -> Callable[..., Any]:
+    """One backend of torch's scaled_dot_product_attention; axes (batch, heads, seqlen, dim)."""
+    attention = importlib.import_module("torch.nn.attention")
+    chosen = getattr(attention.SDPBackend, backend)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        with attention.sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return function
+
+
 def torch_passes(
     torch: Any, arrays: tuple[Array, ...], *, causal: bool
 ) -> Iterator[tuple[str, Passes]]:
     """Every backend of torch's scaled_dot_product_attention that takes these arrays."""
-    attention = importlib.import_module("torch.nn.attention")
-    q, k, v, dout = (torch.from_dlpack(array) for array in arrays)
-    inputs = [each.detach().requires_grad_() for each in (q, k, v)]
+    tensors = [torch.from_dlpack(array) for array in arrays]
     for name in ("EFFICIENT_ATTENTION", "MATH"):
-        backend = getattr(attention.SDPBackend, name)
-
-        def forward(backend: Any = backend) -> Any:
-            with attention.sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
-
+        its = Autograd(torch, sdpa(torch, name, causal=causal), *tensors)
         with contextlib.suppress(RuntimeError):  # this backend lacks the dtype
-            out = forward()
-
-            def backward(out: Any = out) -> None:
-                torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
-            def both(forward: Callable[[], Any] = forward) -> None:
-                torch.autograd.grad(forward(), inputs, dout)
-
+            its.backward()
             title = f"torch {name.lower().removesuffix('_attention')}"
-            yield title, {"forward": forward, "backward": backward, "both": both}
+            yield title, {"forward": its.forward, "backward": its.backward, "both": its.both}

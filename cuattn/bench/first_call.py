@@ -8,6 +8,7 @@ the CUDA context and the arrays come before the clock starts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,11 +28,11 @@ PASSES = ("forward", "forward+backward")
 WARM_RUNS = 3
 
 
-def measure(dtype: str, passes: str, seqlen: int) -> float:
+def measure(dtype: str, passes: str, seqlen: int, head_dim: int) -> float:
     """Seconds of the first call in this process."""
     cupy = cupy_with_device()
     cupy.zeros(1)  # makes the context
-    q, k, v, dout = normal(cupy, 4, (1, seqlen, 8, 64), dtype)
+    q, k, v, dout = normal(cupy, 4, (1, seqlen, 8, head_dim), dtype)
     device = cupy.cuda.Device()
     device.synchronize()
     begin = time.perf_counter()
@@ -55,37 +56,41 @@ def in_fresh_process(directory: str, *arguments: str) -> float:
     return seconds
 
 
-def cold_and_warm(dtype: str, passes: str, seqlen: int) -> dict[str, Any]:
+def cold_and_warm(dtype: str, passes: str, seqlen: int, head_dim: int) -> dict[str, Any]:
     """One row: the first process, and the median of later ones."""
-    arguments = dtype, passes, str(seqlen)
+    arguments = dtype, passes, str(seqlen), str(head_dim)
     with tempfile.TemporaryDirectory() as directory:
         cold = in_fresh_process(directory, *arguments)
         warm = statistics.median(in_fresh_process(directory, *arguments) for _ in range(WARM_RUNS))
-    return {"dtype": dtype, "pass": passes, "seqlen": seqlen, "cold": cold, "warm": warm}
+    facts = {"dtype": dtype, "pass": passes, "seqlen": seqlen, "head_dim": head_dim}
+    return facts | {"cold": cold, "warm": warm}
 
 
 def main() -> int:
-    """Print a table of every dtype and pass."""
+    """Print a table of every dtype, head_dim and pass."""
     made = parser(__doc__)
     made.add_argument("--seqlen", type=int, nargs="+", default=[128, 4096])
-    made.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    made.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    made.add_argument("--dtype", nargs="+", choices=tuple(ACCUMULATOR), default=list(ACCUMULATOR))
+    made.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     arguments = made.parse_args()
     if arguments.measure:
-        dtype, passes, seqlen = arguments.measure
-        print(json.dumps(measure(dtype, passes, int(seqlen))))
+        dtype, passes, seqlen, head_dim = arguments.measure
+        print(json.dumps(measure(dtype, passes, int(seqlen), int(head_dim))))
         return 0
     cupy_with_device()
     rows = []
-    print(f"{'dtype':10}{'pass':18}{'seqlen':>7}{'empty cache, s':>16}{'warm cache, s':>15}")
-    for seqlen in arguments.seqlen:
-        for dtype in ACCUMULATOR:
-            for passes in PASSES:
-                row = cold_and_warm(dtype, passes, seqlen)
-                rows.append(row)
-                print(
-                    f"{dtype:10}{passes:18}{seqlen:7}{row['cold']:16.2f}{row['warm']:15.3f}",
-                    flush=True,
-                )
+    titles = ("dtype", 10), ("pass", 18), ("seqlen", 8), ("head_dim", 10)
+    print("".join(f"{title:{width}}" for title, width in titles), "empty cache, s  warm cache, s")
+    cases = itertools.product(arguments.seqlen, arguments.head_dim, arguments.dtype, PASSES)
+    for seqlen, head_dim, dtype, passes in cases:
+        row = cold_and_warm(dtype, passes, seqlen, head_dim)
+        rows.append(row)
+        print(
+            "".join(f"{row[title]!s:{width}}" for title, width in titles),
+            f"{row['cold']:14.2f}{row['warm']:15.3f}",
+            flush=True,
+        )
     write(arguments.json, rows)
     return 0
 

@@ -60,8 +60,19 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows and circumstances as JSON, where a path is given."""
+def write(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write rows, circumstances and more as JSON, where a path is given."""
     if path is not None:
-        text = json.dumps({"circumstances": circumstances(), "rows": list(rows)}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        data = {"circumstances": circumstances(), **more, "rows": list(rows)}
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What ``write`` wrote, or SystemExit that says what is wrong with it."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: cannot be read ({error})") from None
+    if not isinstance(data, dict) or not {"circumstances", "rows"} <= data.keys():
+        raise SystemExit(f"{path}: no report of a benchmark")
+    return data
