@@ -62,7 +62,7 @@ class Executable:
         self.plan = plan
         self.device_id = device_id
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
-        self._template = Template(struct, parameters(plan.problem))
+        self._template = Template(struct, parameters(plan))
         itemsize = ITEMSIZE[plan.problem.accumulator]
         self._workspace = [(name, size * itemsize) for name, size in plan.workspace]
         units = [unit_of(launch.kernel) for launch in plan.launches]

@@ -146,6 +146,8 @@ def _plan_text(plan: Plan, built: dict[str, Built], trouble: str) -> Iterator[st
         "device", f"{device.num_sms} SMs, {_bytes(device.smem_per_block)} of shared memory a block"
     )
     yield from _problem_text(problem)
+    if plan.num_splits > 1:
+        yield _line("splits", f"{plan.num_splits} parts of the keys, merged")
     yield _line("workspace", _bytes(plan.workspace_bytes))
     for launch in plan.launches:
         yield from _launch_text(launch, built)

@@ -27,7 +27,9 @@ class Built:
 def is_default(spec: KernelSpec) -> bool:
     """Whether a call without options needs it: out in the inputs' dtype, every gradient."""
     config = dict(spec.config)
-    wanted = (Wrt(0), Wrt.Dq, Wrt.Dk | Wrt.Dv)
+    both = Wrt.Dk | Wrt.Dv
+    # Deterministic gradients of the sm80 family are an option.
+    wanted = (Wrt(0), Wrt.Dq | both) if "warp_rows" in config else (Wrt(0), Wrt.Dq, both)
     return config["out_dtype"] == config["dtype"] and config.get("wrt", Wrt(0)) in wanted
 
 

@@ -53,7 +53,7 @@ for piece in pieces:
 whole, whole_vjp = cuattn.attention_vjp(q, k, v, return_lse=True, **options)
 print(f"merged against one call: out off by {largest_difference(out, whole[0]):.1e}, ", end="")
 print(f"lse off by {largest_difference(lse, whole[1]):.1e}")
-assert largest_difference(out, whole[0]) < 1e-5
+assert largest_difference(out, whole[0]) < 1e-3  # weights are float16 on tensor cores
 assert largest_difference(lse, whole[1]) < 1e-4
 
 # The order of the parts does not matter, nor how they are grouped.

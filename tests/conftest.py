@@ -7,6 +7,7 @@ import ctypes
 import os
 from pathlib import Path
 
+import calls
 import compare
 import hypothesis
 import numpy as np
@@ -99,7 +100,9 @@ def engine(request):
     with pytest.MonkeyPatch.context() as patch:
         # The family under test first, the one that takes everything behind it.
         patch.setattr(select, "FAMILIES", (request.param, FAMILIES[-1]))
-        patch.setattr(compare, "ROUNDS_TO_ZERO", request.param.rounds_to_zero)
+        dtypes = request.param.dtypes
+        patch.setattr(calls, "DTYPE", "float32" if "float32" in dtypes else dtypes[-1])
+        patch.setattr(compare, "ROUNDS_TO_ZERO", dtypes if request.param.rounds_to_zero else ())
         execute.forget()
         yield CudaEngine(request.param)
     execute.forget()

@@ -59,14 +59,15 @@ def problem(op, dtype, *, out_dtype=None, wrt=("q", "k", "v"), shape=(2, 512, 76
 
 
 def problems():
-    """Every dtype, output dtype and gradient set, at four sizes."""
+    """Every dtype, output dtype and gradient set, at five sizes."""
     outs = {"float16": "float32", "bfloat16": "float32"}
-    # A large grid, a small one, long heads, single rows.
+    # A large grid, a small one, long heads, single rows, few rows of many keys.
     shapes = (
         (2, 4096, 4096, 16, 8, 64, 64),
         (1, 100, 130, 2, 2, 64, 64),
         (2, 512, 768, 8, 4, 200, 96),
         (70000, 1, 4, 1, 1, 8, 8),
+        (1, 64, 16384, 8, 4, 128, 128),
     )
     for dtype, shape in itertools.product(("float16", "bfloat16", "float32", "float64"), shapes):
         for out_dtype in {dtype, outs.get(dtype, dtype)}:
@@ -85,7 +86,7 @@ def digest():
     for asked in problems():
         plan = plan_for(asked, known_device(ARCH))
         struct = structs.FwdParams if asked.op == "forward" else structs.BwdParams
-        packed = struct.pack(parameters(asked)).tobytes()
+        packed = struct.pack(parameters(plan)).tobytes()
         for launch in plan.launches:
             unit = unit_of(launch.kernel)
             parts = [unit.text, *unit.headers, *unit.headers.values()]

@@ -29,6 +29,9 @@ PROBLEMS = (
     Problem("float32", "bshd", 1, 300, 290, 1, 1, 64, 64, causal=True, align="bottom_right"),
     Problem("float16", "bshd", 1, 140, 150, 1, 2, 64, 40, out_dtype="float32"),
     Problem("bfloat16", "bshd", 1, 65, 33, 2, 1, 7, 3, causal=True, align="bottom_right"),
+    Problem("bfloat16", "bshd", 1, 150, 200, 1, 2, 128, 128, causal=True, align="bottom_right"),
+    Problem("float16", "bhsd", 1, 70, 130, 1, 1, 192, 256),
+    Problem("bfloat16", "bshd", 1, 20, 1100, 1, 1, 64, 64),  # the keys are split
     Problem("float64", "bshd", 1, 70, 90, 1, 2, 40, 72),
     Problem("float64", "bshd", 1, 150, 140, 1, 1, 33, 64, causal=True, align="top_left"),
 )
@@ -48,11 +51,13 @@ def main() -> None:
 
 
 def run(problem: Problem) -> None:
-    """One forward and one backward."""
-    arrays = (cupy.asarray(np.ascontiguousarray(array)) for array in problem.arrays())
-    out, residuals = cuattn.attention_forward(*arrays, **problem.options)
-    dlse = cupy.ones_like(residuals.lse)
-    cuattn.attention_backward(residuals, cupy.ones_like(out), dlse)
+    """One forward, and a backward in both ways that it may add."""
+    arrays = [cupy.asarray(np.ascontiguousarray(array)) for array in problem.arrays()]
+    for deterministic in (None, True):
+        options = problem.options | {"deterministic": deterministic}
+        out, residuals = cuattn.attention_forward(*arrays, **options)
+        dlse = cupy.ones_like(residuals.lse)
+        cuattn.attention_backward(residuals, cupy.ones_like(out), dlse)
     cupy.cuda.get_current_stream().synchronize()
 
 

@@ -224,7 +224,7 @@ def test_template_is_not_changed_by_a_call():
 
 def test_template_names_every_pointer_of_the_backward():
     values = dict.fromkeys(field.name for field in structs.BwdParams.fields)
-    values |= {"shape": None, "softmax_scale": 1.0}
+    values |= {"shape": None, "softmax_scale": 1.0, "dq_sum_size": 0}
     names = Template(structs.BwdParams, values).pointers
     assert names[:4] == ("q", "k", "v", "out")
     assert set(names) >= {"dout", "dq", "dk", "dv", "dlse", "lse", "delta"}

@@ -4,7 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
-from calls import EVERYTHING, check_backward, check_forward, draw, gradients, qkv, run, same_bits
+from calls import (
+    EVERYTHING,
+    check_backward,
+    check_forward,
+    draw,
+    gradients,
+    like_lse,
+    qkv,
+    run,
+    same_bits,
+)
 from compare import assert_backward, assert_forward
 from strategies import DTYPES, LAYOUTS, STRIDES, Problem, with_strides
 
@@ -22,7 +32,9 @@ def test_result_is_of_the_kind_that_went_in(engine):
 
 
 def test_inputs_are_not_changed(engine):
-    arrays = [*qkv(), *draw((1, 7, 2, 8), (1, 2, 7))]
+    q, k, v = qkv()
+    dout, dlse = draw((1, 7, 2, 8), (1, 2, 7))
+    arrays = [q, k, v, dout, like_lse(q, dlse)]
     held = [engine.asarray(array.copy()) for array in arrays]
     _, vjp = cuattn.attention_vjp(*held[:3], causal=True)
     vjp(*held[3:])
@@ -187,7 +199,7 @@ def test_out_may_have_any_strides_and_is_returned(engine, kind):
 
 
 def test_nothing_beside_out_is_written(engine):
-    q, k, v = map(engine.asarray, qkv(batch=2))
+    q, k, v = map(engine.asarray, qkv(batch=2, dtype="float32"))
     around = engine.xp.full((5, 15, 5, 17), 7, "float32")
     inside = tuple(slice(1, 2 * n + 1, 2) for n in q.shape)
     cuattn.attention(q, k, v, out=around[inside])
@@ -211,7 +223,7 @@ def test_out_must_not_overlap_an_input(engine, which):
 
 
 def test_out_may_interleave_with_an_input(engine):
-    q, k, v = qkv()
+    q, k, v = qkv(dtype="float32")
     both = engine.xp.zeros((1, 7, 2, 16), "float32")
     both[..., ::2] = engine.asarray(q)
     out = cuattn.attention(
@@ -222,7 +234,7 @@ def test_out_may_interleave_with_an_input(engine):
 
 @pytest.mark.parametrize("strides", [(0, 32, 16, 4), (16, 16, 4, 4), (8, 4, 4, 4)])
 def test_out_must_not_overlap_itself(engine, strides):
-    q, k, v = map(engine.asarray, qkv(2, 2, head_dim=4, batch=2))
+    q, k, v = map(engine.asarray, qkv(2, 2, head_dim=4, batch=2, dtype="float32"))
     out = engine.xp.lib.stride_tricks.as_strided(engine.xp.zeros(128, "float32"), q.shape, strides)
     with pytest.raises(cuattn.ArgumentError, match=r"out: got strides .*do not share memory"):
         cuattn.attention(q, k, v, out=out)

@@ -11,6 +11,7 @@ import pytest
 import cuattn
 from cuattn import check
 from cuattn.__main__ import main
+from cuattn.bench import report
 from cuattn.errors import CompileError
 from cuattn.jit.compile import Compiled
 from cuattn.planning.device import known_device
@@ -163,6 +164,71 @@ def test_the_strides_of_a_problem_hold_its_values(kind, dtype):
     assert problem.arrays(np)[0].shape == (2, 2, 3, 5)
 
 
+# bench -----------------------------------------------------------------------------------------
+
+
+def test_bench_without_a_device_says_so(no_device):
+    with pytest.raises(SystemExit, match=r"measures a CUDA device: .* no device \(a test\)"):
+        main(["bench", "--workloads", "grid"])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--peers", "fa9"], "--peers: invalid choice: 'fa9' (choose from fa4,"),
+        (["--seqlens", "500"], "--seqlens: invalid choice: 500 (choose from 512,"),
+        (["--plot", "a.jpg"], "--plot: got 'a.jpg'; expected a path that ends in .png or .svg"),
+        (["--json", "no/a.json"], "--json: got 'no/a.json'; expected a path in a folder that"),
+        (["--rounds", "0"], "--rounds: got '0'; expected a number of 1 or more"),
+    ],
+)
+def test_bench_refuses_an_option_before_it_measures(options, why, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *options])
+    assert caught.value.code == 2
+    # Python 3.12 quotes the choices otherwise than 3.11.
+    assert why.replace("'", "") in capsys.readouterr().err.replace("'", "")
+
+
+def test_bench_reads_an_earlier_run_without_a_device(capsys, no_device, tmp_path):
+    cell = {"workload": "grid", "dtype": "bfloat16", "head_dim": 64, "mask": "full"}
+    cell |= {"seqlen_q": 512, "seqlen_k": 512, "pass": "forward"}
+    measured = {"kind": "speed", **cell, "tflops": 300}
+    rows = [
+        measured | {"peer": "cuattn", "ratio_to_cuattn": 1},
+        measured | {"peer": "fa4", "ratio_to_cuattn": 0.75, "tflops": 400},
+        measured | {"kind": "left out", "of": "speed", "peer": "fa3", "reason": "no device"},
+    ]
+    path = tmp_path / "a.json"
+    report.write(path, rows)
+    assert main(["bench", "--from-json", str(path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    words = "1 0.75 0.75 at head_dim 64, full, seqlen 512"
+    assert lines[1].startswith("cuattn fa4 TFLOP/s")
+    assert lines[2:4] == [
+        "grid 64 full 512 forward 300.0 400.0",
+        "fa3 speed left out 1 x: no device",
+    ]
+    assert lines[-2:] == [f"forward best {words}", f"forward fa4 {words}"]
+
+
+@pytest.mark.gpu
+def test_bench_measures_a_cell_and_writes_it(capsys, tmp_path):
+    path = tmp_path / "a.json"
+    chosen = "--workloads grid --head-dims 64 --masks causal --seqlens 512 --rounds 1"
+    assert main(["bench", *chosen.split(), "--json", str(path)]) == 0
+    data = report.read(path)
+    timed = [(row["peer"], row["pass"]) for row in data["rows"] if row["kind"] == "speed"]
+    assert {("cuattn", "forward"), ("cuattn", "backward")} <= set(timed)
+    assert data["peers"].keys() | data["missing"].keys() >= {name for name, _ in timed}
+    assert [row["pass"] for row in data["summary"] if row["peer"] == "best"] == [
+        "forward",
+        "backward",
+    ]
+    assert "TFLOP/s" in capsys.readouterr().out
+
+
 # compile ---------------------------------------------------------------------------------------
 
 
@@ -243,8 +309,16 @@ def test_whoever_reads_the_lines_may_stop():
 def test_default_kernels_keep_the_dtype_and_every_gradient():
     names = [spec.name for spec in every_spec(known_device("sm_90a")) if is_default(spec)]
     assert not [name for name in names if "_o" in name or name.endswith(("_dk", "64_dv"))]
-    for part in ("fwd_tf32x3_f32", "bwd_delta_bf16", "bwd_q_simt_f64", "bwd_kv_simt_f16"):
+    for part in (
+        "fwd_tf32x3_f32",
+        "bwd_prepare_bf16",
+        "bwd_q_simt_f64",
+        "bwd_sm80_f16",
+        "fwd_sm80_bf16",
+    ):
         assert [name for name in names if part in name]
+    # Those of deterministic=True are an option's.
+    assert not [name for name in names if "_kv_sm80" in name or "_q_sm80" in name]
 
 
 def test_compile_without_a_device_asks_for_a_target(capsys, no_device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import needs
@@ -17,6 +17,7 @@ from cuattn.jit.compile import Compiled, CompileOptions, compile_unit
 from cuattn.jit.source import Unit, kernels_dir, reachable_headers
 from cuattn.planning.device import known_device
 from cuattn.planning.families import every_spec
+from cuattn.planning.plan import KernelSpec
 from cuattn.precompile import default_specs
 
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -55,17 +56,17 @@ probe(float* data) {
 
 
 @pytest.fixture(scope="session")
-def fits() -> Callable[[Unit, str], Compiled]:
+def fits() -> Callable[..., Compiled]:
     """Compile a unit for a target, once, and fail on a spill or on too many registers."""
     needs.nvrtc()
     done: dict[tuple[str, str], Compiled] = {}
 
-    def check(unit: Unit, arch: str) -> Compiled:
+    def check(unit: Unit, arch: str, max_spill_bytes: int = 0) -> Compiled:
         compiled = done.get((unit.text, arch))
         if compiled is None:
             compiled = done[unit.text, arch] = compile_unit(unit, CompileOptions(arch))
-        spilled = (compiled.spill_store_bytes, compiled.spill_load_bytes)
-        assert spilled == (0, 0), f"{unit.name} spills on {arch}: {compiled.log}"
+        spilled = max(compiled.spill_store_bytes, compiled.spill_load_bytes)
+        assert spilled <= max_spill_bytes, f"{unit.name} spills on {arch}: {compiled.log}"
         assert compiled.registers * unit.num_threads <= REGISTER_FILE, compiled.log
         return compiled
 
@@ -185,18 +186,29 @@ def test_a_device_without_code_says_what_to_install(device, version, remedy):
 
 
 #: Targets for which every kernel is compiled: the oldest and the fastest; for the others, those of
-#: calls without options.
+#: calls without options, in bfloat16 where float16 differs by one instruction.
 IN_FULL = ("sm_75", "sm_90a")
+
+
+def compiled_for(arch: str) -> Iterator[KernelSpec]:
+    device = known_device(arch)
+    if arch in IN_FULL:
+        yield from every_spec(device)
+        return
+    for spec in default_specs(device):
+        if "_sm80_f16" not in spec.name:
+            yield spec
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_kernel_fits(fits, arch):
-    """No kernel spills, on any target, in any tile; NVRTC takes a core for each thread."""
+    """No kernel spills that promises not to, on any target, in any tile."""
     needs.nvrtc()
-    device = known_device(arch)
-    specs = every_spec(device) if arch in IN_FULL else default_specs(device)
+    specs = compiled_for(arch)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        fitting = [pool.submit(fits, unit_of_spec(spec), arch) for spec in specs]
+        fitting = [
+            pool.submit(fits, unit_of_spec(spec), arch, spec.max_spill_bytes) for spec in specs
+        ]
     broken = [str(each.exception()) for each in fitting if each.exception()]
     assert not broken, "\n".join(broken)
     assert len(fitting) > 20

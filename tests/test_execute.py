@@ -73,12 +73,13 @@ def launched(monkeypatch):
 def pointers(struct, params):
     """Every pointer of a packed struct by its template name."""
     values = np.frombuffer(params.tobytes(), struct.dtype)[0]
-    names = [name for name in struct.dtype.names if name not in ("shape", "softmax_scale")]
+    sizes = ("shape", "softmax_scale", "num_splits", "dq_sum_size")
+    names = [name for name in struct.dtype.names if name not in sizes]
     return {name: int(values[name]["data"] if name in TENSORS else values[name]) for name in names}
 
 
-def run(op, **how):
-    asked = record.problem(op, "float32", **how)
+def run(op, dtype="float32", **how):
+    asked = record.problem(op, dtype, **how)
     arrays = {name: FakeArray(pointer) for name, pointer in ARRAYS.items()}
     q, k, v, out, lse = (arrays[name] for name in ("q", "k", "v", "out", "lse"))
     if op == "forward":
@@ -94,7 +95,18 @@ def test_a_forward_launches_its_plan_with_every_pointer(launched):
     (planned,) = plan_for(asked, H200).launches
     ((name, grid, given),) = launched
     assert (name, grid) == (planned.kernel.name, planned.grid)
+    assert (given.pop("part_out"), given.pop("part_lse")) == (0, 0)
     assert given == {name: ARRAYS[name] for name in ("q", "k", "v", "out", "lse")}
+
+
+def test_a_split_forward_launches_the_merge_with_the_same_workspace(launched):
+    asked = run("forward", "bfloat16", shape=(1, 64, 65536, 4, 4, 64, 64))
+    plan = plan_for(asked, H200)
+    assert [name for name, _, _ in launched] == [each.kernel.name for each in plan.launches]
+    assert "fwd_merge" in launched[1][0]
+    for _, _, given in launched:
+        assert (given["part_out"], given["part_lse"]) == (FRESH + 1, FRESH + 2)
+    assert sys.modules["cupy"].made == [("alloc", 4 * size) for _, size in plan.workspace]
 
 
 def test_a_backward_launches_its_plan_in_order_with_every_pointer(launched):
@@ -106,6 +118,7 @@ def test_a_backward_launches_its_plan_in_order_with_every_pointer(launched):
     for _, _, given in launched:
         assert given.pop("delta") == FRESH + 1
         assert given.pop("dlse") == 0
+        assert (given.pop("dq_sum"), given.pop("dout_cast")) == (0, 0)
         assert given == {name: ARRAYS[name] for name in given}
     rows = asked.batch * asked.num_heads_q * asked.seqlen_q
     assert sys.modules["cupy"].made == [("alloc", 4 * rows)]
@@ -136,14 +149,18 @@ def test_an_empty_problem_launches_nothing(launched, op):
 
 def test_every_address_that_execute_gives_has_a_place():
     """A name that the struct lacked would be a KeyError at the first launch."""
+    few_rows = (1, 64, 65536, 4, 4, 64, 64)
     for op, struct in (("forward", structs.FwdParams), ("backward", structs.BwdParams)):
-        asked = record.problem(op, "float32")
-        names = set(Template(struct, parameters(asked)).pointers)
         given = {"q", "k", "v", "out", "lse"}
         if op == "backward":
             given |= {"dout", "dlse", "dq", "dk", "dv"}
-            given |= {name for name, _ in plan_for(asked, H200).workspace}
-        assert names == given
+        for asked in (
+            record.problem(op, "float32"),
+            record.problem(op, "bfloat16", out_dtype="float32", shape=few_rows),
+        ):
+            plan = plan_for(asked, H200)
+            given |= {name for name, _ in plan.workspace}
+        assert set(Template(struct, parameters(plan)).pointers) == given
 
 
 def test_the_next_call_like_this_one_finds_its_executable(launched):

@@ -59,7 +59,7 @@ def test_kernels_of_a_target_are_explained_without_a_gpu():
     assert forward.startswith("forward on sm_90a: float32, family tf32x3\n")
     assert backward.startswith("backward on sm_90a: float32, family tf32x3\n")
     assert lines(forward, "kernel") == ["cuattn_fwd_tf32x3_f32_m32n32d64"]
-    assert [name.split("_")[2] for name in lines(backward, "kernel")] == ["delta", "q", "kv"]
+    assert [name.split("_")[2] for name in lines(backward, "kernel")] == ["prepare", "q", "kv"]
     assert "32 queries x 32 keys x 64 dims, 4 blocks of 64 threads" in forward
     uses = r"of shared memory a block, \d+ registers a thread, no spills"
     assert len(re.findall(uses, text)) == 4
@@ -72,11 +72,19 @@ def test_the_text_is_the_same_every_time():
 
 
 def test_the_reasons_of_families_before_are_given(no_compiler):
-    text = cuattn.explain(*arrays(dtype="float16"), device="sm_90a")
-    reasons = ["tf32x3 needs float32, got float16", "dmma needs float64, got float16"]
+    text = cuattn.explain(*arrays((1, 64, 2, 300), dtype="float16"), device="sm_90a")
+    reasons = [
+        "sm80 needs head dims of at most 256, got 300",
+        "tf32x3 needs float32, got float16",
+        "dmma needs float64, got float16",
+    ]
     assert lines(text, "declined") == reasons * 2
     text = cuattn.explain(*arrays(), device="sm_75")
-    reasons = ["tf32x3 needs sm_80 or later, got sm_75", "dmma needs float64, got float32"]
+    reasons = [
+        "sm80 needs float16 or bfloat16, got float32",
+        "tf32x3 needs sm_80 or later, got sm_75",
+        "dmma needs float64, got float32",
+    ]
     assert lines(text, "declined") == reasons * 2
 
 
@@ -134,6 +142,15 @@ def test_an_axis_of_stride_zero_counts_once():
 def test_the_workspace_is_delta(no_compiler):
     text = cuattn.explain(*arrays((2, 512, 8, 64)), device="sm_90a")
     assert lines(text, "workspace") == ["0 bytes", "32.0 KiB"]
+
+
+def test_split_keys_are_explained(no_compiler):
+    few, many = (1, 64, 4, 64), (1, 65536, 4, 64)
+    forward, backward = cuattn.explain(*arrays(few, many, "float16"), device="sm_90a").split("\n\n")
+    (splits,) = lines(forward, "splits")
+    assert re.fullmatch(r"\d\d parts of the keys, merged", splits)
+    assert [name.split("_")[2] for name in lines(forward, "kernel")] == ["sm80", "merge"]
+    assert not lines(backward, "splits")
 
 
 @pytest.mark.parametrize("device", [None, "sm_90a"])

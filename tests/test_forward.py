@@ -29,6 +29,15 @@ def test_many_tiles(engine, dtype, causal):
             check_forward(engine, problem)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_and_many_keys(engine, dtype, causal):
+    """Where a family splits the keys, parts of unequal length and empty ones too."""
+    position = {"causal": True, "q_offset": 1000} if causal else {}
+    problem = Problem(dtype, "bshd", 1, 33, 1900, 1, 2, 64, 40, **position)
+    check_forward(engine, problem.within(engine.dtypes))
+
+
 def test_more_heads_than_a_grid_axis_holds(engine):
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 65540, 4, 1, 4)).astype(np.float32)

@@ -25,11 +25,12 @@ def ignored(name):
 
 
 def project_files():
-    """Every file that belongs to the project, as (path from the root, text)."""
+    """Every text file that belongs to the project, as (path from the root, text)."""
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
         of_a_tool = parts[0].startswith(".") and parts[0] not in DOTTED
-        if not path.is_file() or of_a_tool or any(map(ignored, parts)):
+        is_text = path.is_file() and path.suffix != ".png"
+        if not is_text or of_a_tool or any(map(ignored, parts)):
             continue
         yield "/".join(parts), path.read_text(encoding="utf-8")
 

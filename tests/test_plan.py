@@ -14,11 +14,14 @@ from cuattn.errors import ArgumentError, CompileError, UnsupportedError
 from cuattn.execute import unit_of
 from cuattn.jit.compile import CompileOptions, compile_unit
 from cuattn.planning.device import KNOWN, Device, known_device
-from cuattn.planning.families import FAMILIES, MAX_GRID, every_spec, grid
+from cuattn.planning.families import FAMILIES, every_spec
+from cuattn.planning.family import MAX_GRID
 from cuattn.planning.plan import ITEMSIZE
 from cuattn.planning.schedule import ceil_div
 from cuattn.planning.select import plan_for
-from cuattn.planning.tuning import TILES
+from cuattn.planning.simt import grid
+from cuattn.planning.sm80 import SM80, smem_bytes
+from cuattn.planning.tuning import SM80_TILES, TILES
 from cuattn.precompile import default_specs
 
 H200 = known_device("sm_90a")
@@ -82,8 +85,22 @@ def test_long_heads_in_float32_keep_to_sums_that_round_to_nearest(dims):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"])
+def test_16_bit_goes_to_tensor_cores_from_sm_80_on(op, dtype, arch):
+    for dims in ((1, 1), (64, 64), (192, 128), (33, 256)):
+        made = plan(op, dtype, known_device(arch), (2, 512, 512, 8, 8, *dims))
+        assert made.family == ("simt" if arch == "sm_75" else "sm80")
+    longer = plan(op, dtype, known_device(arch), (2, 512, 512, 8, 8, 257, 64))
+    assert longer.family == "simt"
+    why = "sm_80 or later, got sm_75" if arch == "sm_75" else "head dims of at most 256, got 257"
+    assert dict(longer.refusals)["sm80"] == f"needs {why}"
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_the_plan_says_why_a_family_declined(op):
-    assert plan(op, "float16").refusals == (
+    assert plan(op, "float16", known_device("sm_75")).refusals == (
+        ("sm80", "needs sm_80 or later, got sm_75"),
         ("tf32x3", "needs float32, got float16"),
         ("dmma", "needs float64, got float16"),
     )
@@ -91,7 +108,8 @@ def test_the_plan_says_why_a_family_declined(op):
     assert refusals["tf32x3"] == "needs sm_80 or later, got sm_75"
     refusals = dict(plan(op, "float64", known_device("sm_86")).refusals)
     assert refusals["dmma"] == "needs float64 at half the rate of float32, got sm_86"
-    assert plan(op, "float32").refusals == ()
+    assert plan(op, "float32").refusals == (("sm80", "needs float16 or bfloat16, got float32"),)
+    assert plan(op, "float16").refusals == ()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -112,18 +130,18 @@ def test_a_grid_beyond_the_launch_limit_is_refused_by_sentence(op):
 
 
 def test_the_launch_limit_itself_is_taken():
-    tile = TILES["simt", "fwd", "float32"][0]
-    made = plan("forward", "float16", shape=(MAX_GRID, 1, 1, 1, 1, 64, 64))
+    tile = TILES["tf32x3", "fwd", "float32"][0]
+    made = plan("forward", "float32", shape=(MAX_GRID, 1, 1, 1, 1, 64, 64))
     assert made.launches[0].grid == MAX_GRID == grid("fwd", tile, made.problem)
 
 
 @pytest.mark.parametrize(
     ("wrt", "expected"),
     [
-        (("q", "k", "v"), ["delta", "q", "kv"]),
-        (("q",), ["delta", "q"]),
-        (("k",), ["delta", "kv"]),
-        (("k", "v"), ["delta", "kv"]),
+        (("q", "k", "v"), ["prepare", "q", "kv"]),
+        (("q",), ["prepare", "q"]),
+        (("k",), ["prepare", "kv"]),
+        (("k", "v"), ["prepare", "kv"]),
     ],
 )
 def test_a_backward_launches_what_it_is_asked_for_and_delta_first(wrt, expected):
@@ -132,17 +150,59 @@ def test_a_backward_launches_what_it_is_asked_for_and_delta_first(wrt, expected)
     assert steps == expected
 
 
+def deterministic(asked):
+    return replace(asked, deterministic=True)
+
+
+def test_16_bit_gradients_are_one_kernel_unless_bits_must_repeat():
+    def steps(asked):
+        names = (launch.kernel.name for launch in plan_for(asked, H200).launches)
+        return [re.match(r"cuattn_bwd_(\w+?)_f16", name)[1] for name in names]
+
+    asked = record.problem("backward", "float16")
+    together = ["prepare", "sm80", "finish_sm80"]
+    apart = ["prepare", "q_sm80", "kv_sm80"]
+    assert steps(asked) == steps(replace(asked, deterministic=False)) == together
+    assert steps(deterministic(asked)) == apart
+    for wrt, expected in ((("q",), apart[:2]), (("k", "v"), [apart[0], apart[2]])):
+        some = record.problem("backward", "float16", wrt=wrt)
+        assert steps(some) == steps(deterministic(some)) == expected
+    assert steps(record.problem("backward", "float16", wrt=("q", "v"))) == together
+
+
 def test_a_forward_is_one_launch_and_needs_no_workspace():
-    assert kernels(plan("forward", "bfloat16")) == ["cuattn_fwd_simt_bf16"]
-    assert plan("forward").workspace == ()
+    for dtype, family in (("bfloat16", "sm80_bf16"), ("float32", "tf32x3_f32")):
+        made = plan("forward", dtype)
+        assert kernels(made) == [f"cuattn_fwd_{family}"]
+        assert made.workspace == ()
+        assert made.num_splits == 1
+
+
+def test_few_query_tiles_split_the_keys_to_fill_the_device():
+    made = plan("forward", "bfloat16", shape=(1, 128, 65536, 16, 16, 128, 128))
+    assert made.num_splits > 1
+    own, merge = made.launches
+    assert 132 <= own.grid <= 2 * 132
+    assert "fwd_merge" in merge.kernel.name
+    rows = 16 * 128
+    sizes = {"part_out": made.num_splits * rows * 128, "part_lse": made.num_splits * rows}
+    assert dict(made.workspace) == sizes
+    short = plan("forward", "bfloat16", shape=(1, 128, 128, 1, 1, 128, 128))
+    assert short.num_splits == 1  # a split of so few keys would not pay
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_one_number_a_row(dtype):
-    made = plan("backward", dtype)
+    asked = record.problem("backward", dtype, shape=LARGE)
     rows = 2 * 16 * 4096
+    made = plan_for(deterministic(asked), H200)
     assert made.workspace == (("delta", rows),)
     assert made.workspace_bytes == rows * ITEMSIZE[made.problem.accumulator]
+    if dtype in ("float16", "bfloat16"):
+        summed = dict(plan_for(asked, H200).workspace)
+        assert summed == {"delta": rows, "dq_sum": rows * 64}
+        wide = dict(plan("backward", dtype, out_dtype="float32").workspace)
+        assert wide == summed | {"dout_cast": rows * 64 // 2}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -160,7 +220,9 @@ def test_without_rows_keys_still_get_their_zeros():
 def test_without_keys_rows_still_get_their_zeros():
     assert len(plan("forward", shape=(2, 8, 0, 2, 2, 8, 8)).launches) == 1
     made = plan("backward", shape=(2, 8, 0, 2, 2, 8, 8))
-    assert [name.split("_")[2] for name in kernels(made)] == ["delta", "q"]
+    assert [name.split("_")[2] for name in kernels(made)] == ["prepare", "q"]
+    made = plan("backward", "float16", shape=(2, 8, 0, 2, 2, 8, 8))
+    assert [name.split("_")[2] for name in kernels(made)] == ["prepare", "finish"]
 
 
 @pytest.mark.parametrize("key", TILES, ids="-".join)
@@ -202,8 +264,8 @@ def test_a_grid_covers_every_row_key_and_head_dim(shape):
     for launch in (*plan("forward", shape=shape).launches, *plan("backward", shape=shape).launches):
         config = dict(launch.kernel.config)
         if "block_m" not in config:
-            rows = batch * heads_q * seqlen_q  # delta: a warp a row
-            assert launch.grid == ceil_div(rows * 32, launch.kernel.num_threads)
+            rows = batch * heads_q * seqlen_q  # prepare: eight lanes a row
+            assert launch.grid == ceil_div(rows * 8, launch.kernel.num_threads)
             continue
         kernel = re.match(r"cuattn_(fwd|bwd_q|bwd_kv)", launch.kernel.name)[1]
         length, heads, dims = owned[kernel]
@@ -212,12 +274,63 @@ def test_a_grid_covers_every_row_key_and_head_dim(shape):
         assert launch.grid == blocks * heads * batch
 
 
+@pytest.mark.parametrize("shape", [LARGE, SMALL, (3, 129, 65, 6, 3, 100, 200)])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_16_bit_grid_covers_every_row_and_key(shape, repeats):
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, *_ = shape
+    forward, backward = (record.problem(op, "bfloat16", shape=shape) for op in OPS)
+    plans = plan_for(forward, H200), plan_for(replace(backward, deterministic=repeats), H200)
+    for made in plans:
+        for launch in made.launches:
+            config, name = dict(launch.kernel.config), launch.kernel.name
+            if "warp_rows" not in config:
+                continue
+            rows = ceil_div(seqlen_q, config["block_m"]) * heads_q * batch
+            keys = ceil_div(seqlen_k, config["block_n"]) * heads_kv * batch
+            if "finish" in name:
+                numbers = config["block_m"] * config["block_d"]
+                assert launch.grid * launch.kernel.num_threads * 4 == rows * numbers
+            elif "fwd" in name or "bwd_q" in name:
+                assert launch.grid == rows * made.num_splits
+            else:
+                assert launch.grid == keys
+
+
+@pytest.mark.parametrize("key", SM80_TILES, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_16_bit_tiles_go_from_large_to_small_and_the_last_fits_all(key):
+    kernel, block_d = key
+    tiles = SM80_TILES[key]
+    areas = [tile.block_m * tile.block_n for tile in tiles]
+    assert areas == sorted(areas, reverse=True)
+    assert len(tiles) <= len(RANKS)
+    smallest = min(device.smem_per_block for device in DEVICES if SM80.lacking(device) is None)
+    assert smem_bytes(kernel, block_d, tiles[-1]) <= smallest
+    assert tiles[-1].min_keys == 0
+    shape = (2, 4096, 4096, 16, 16, block_d, block_d)
+    op = "forward" if kernel == "fwd" else "backward"
+    large = record.problem(op, "bfloat16", shape=shape)
+    small = record.problem(op, "bfloat16", shape=(1, 8, 8, 1, 1, block_d, block_d))
+    assert SM80.choose_tile(kernel, large, H200) == tiles[0]
+    assert SM80.choose_tile(kernel, small, H200) == tiles[-1]
+
+
+def test_only_kernels_that_take_all_registers_may_spill():
+    for spec in every_spec(H200):
+        config = dict(spec.config)
+        tight = "warp_rows" in config and "finish" not in spec.name
+        assert spec.max_spill_bytes == 0 or tight
+        assert spec.max_spill_bytes <= 128
+
+
 def one_of_each_kernel():
     """The smallest tile of every kernel, family and accumulator."""
     for family, kernel, accumulator in TILES:
         wrt = {"fwd": Wrt(0), "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}[kernel]
         tile = TILES[family, kernel, accumulator][-1]
         yield BY_NAME[family].spec(kernel, tile, accumulator, accumulator, wrt)
+    for kernel in ("fwd", "bwd", "bwd_q", "bwd_kv"):
+        table = SM80_TILES["bwd" if kernel == "bwd_kv" else kernel, 64]
+        yield SM80.spec(kernel, 64, table[-1], "bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize("spec", list(one_of_each_kernel()), ids=lambda spec: spec.name)

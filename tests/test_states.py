@@ -16,7 +16,10 @@ SHAPE = (2, 3, 2, 4)
 INF = np.inf
 
 #: Beyond this size lse cannot hold ln(2): the state keeps its peak and forgets its mass.
-lses = st.one_of(st.floats(-100, 100, width=32), st.sampled_from((-INF, -INF, 0.0)))
+#: Subnormal numbers are left to the library, whose arithmetic may take them for 0.
+lses = st.one_of(
+    st.floats(-100, 100, width=32, allow_subnormal=False), st.sampled_from((-INF, -INF, 0.0))
+)
 
 
 def draw_parts(rng, count, lse_values, dtype="float32"):
@@ -168,8 +171,8 @@ def test_large_lse_keeps_the_weights_accurate(engine):
 def test_layout(engine, letters):
     sizes = {"b": 2, "s": 3, "h": 2, "d": 4}
     lse_letters = "".join(axis for axis in "bhs" if axis in letters)
-    outs = draw([2, *(sizes[axis] for axis in letters)])[0]
-    lse_parts = draw([2, *(sizes[axis] for axis in lse_letters)])[0]
+    outs = draw([2, *(sizes[axis] for axis in letters)], dtype="float32")[0]
+    lse_parts = draw([2, *(sizes[axis] for axis in lse_letters)], dtype="float32")[0]
     got_out, got_lse = merged(engine, list(zip(outs, lse_parts, strict=True)), layout=letters)
     canonical = [
         (to_canonical(out, letters), to_canonical(lse, lse_letters, "bhs"))
@@ -211,8 +214,8 @@ def test_any_cut_of_the_keys_is_the_whole(engine, dtype, causal, cuts, seed):
 
 
 def test_gradients_of_a_cut_are_those_of_the_whole(engine):
-    q, k, v = qkv(20, 33, heads_q=4, heads_kv=2)
-    dout, dlse = draw(q.shape, (1, 4, 20))
+    q, k, v = qkv(20, 33, heads_q=4, heads_kv=2, dtype="float32")
+    dout, dlse = draw(q.shape, (1, 4, 20), dtype="float32")
     held = [engine.asarray(each) for each in (q, k, v)]
     cuts, residuals = [slice(0, 9), slice(9, 9), slice(9, 33)], []
     for cut in cuts:

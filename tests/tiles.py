@@ -7,7 +7,9 @@ import contextlib
 from unittest import mock
 
 from cuattn import execute
-from cuattn.planning.families import Tiled
+from cuattn.planning import sm80
+from cuattn.planning.simt import Tiled
+from cuattn.planning.sm80 import Sm80
 
 #: As many as the longest table of ``planning.tuning`` has rows.
 RANKS = range(3)
@@ -18,10 +20,14 @@ def tile_of_rank(rank):
     """Every problem in the tile of this rank of its table, 0 for the largest that fits."""
 
     def choose(self, kernel, problem, device):
-        tiles = self.fitting_tiles(kernel, problem.accumulator, device)
+        width = sm80.bucket(problem) if isinstance(self, Sm80) else problem.accumulator
+        tiles = self.fitting_tiles(kernel, width, device)
         return tiles[min(rank, len(tiles) - 1)]
 
-    with mock.patch.object(Tiled, "choose_tile", choose):
+    with (
+        mock.patch.object(Tiled, "choose_tile", choose),
+        mock.patch.object(Sm80, "choose_tile", choose),
+    ):
         execute.forget()
         try:
             yield

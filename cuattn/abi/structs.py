@@ -85,7 +85,10 @@ FwdParams = Struct(
     Field("v", Tensor, ""),
     Field("out", Tensor, ""),
     Field("lse", PTR, "contiguous (batch, num_heads_q, seqlen_q), natural log; null: not wanted"),
+    Field("part_out", PTR, "contiguous float32 (split, batch, num_heads_q, seqlen_q, head_dim_v)"),
+    Field("part_lse", PTR, "contiguous float32 (split, batch, num_heads_q, seqlen_q)"),
     Field("shape", Shape, ""),
+    Field("num_splits", I32, "of the keys; 1: out and lse are written at once"),
     Field("softmax_scale", F64, ""),
 )
 
@@ -103,6 +106,9 @@ BwdParams = Struct(
     Field("dlse", Rows, "no data: zero"),
     Field("lse", PTR, "contiguous (batch, num_heads_q, seqlen_q), natural log"),
     Field("delta", PTR, "contiguous like lse: rowsum(dout * out) - dlse"),
+    Field("dq_sum_size", I64, "numbers of dq_sum"),
+    Field("dq_sum", PTR, "float32 sums of dq in tiles (tile/sum_in_memory.cuh); null: not used"),
+    Field("dout_cast", PTR, "contiguous (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype"),
     Field("shape", Shape, ""),
     Field("softmax_scale", F64, ""),
 )
@@ -123,13 +129,42 @@ SimtConfig = Struct(
     Field("wrt", WRT, "gradients the kernel writes"),
 )
 
-DeltaConfig = Struct(
-    "DeltaConfig",
-    "One specialisation of the kernel that computes delta.",
+Sm80Config = Struct(
+    "Sm80Config",
+    "One specialisation of the 16-bit kernels for tensor cores: a C++20 template argument.",
+    Field("dtype", DTYPE, "of q, k, v and the gradients"),
+    Field("out_dtype", DTYPE, "of out"),
+    Field("block_m", I32, "query rows of a tile"),
+    Field("block_n", I32, "keys of a tile"),
+    Field("block_d", I32, "head dims of a tile: at least head_dim and head_dim_v"),
+    Field("warp_rows", I32, "of the tile that the thread block owns, for each warp"),
+    Field("num_stages", I32, "tiles of K and V in shared memory, in a forward"),
+    Field("held_steps", I32, "16 dims each of q that stay in registers, in a forward"),
+    Field("num_threads", I32, "of the thread block"),
+    Field("smem_bytes", I32, "dynamic shared memory"),
+    Field("wrt", WRT, "gradients the kernel writes"),
+)
+
+MergeConfig = Struct(
+    "MergeConfig",
+    "One specialisation of the kernel that merges splits of the keys.",
+    Field("dtype", DTYPE, "of q, k and v"),
+    Field("out_dtype", DTYPE, "of out"),
+    Field("block_d", I32, "at least head_dim_v"),
+    Field("num_threads", I32, "of the thread block"),
+)
+
+PrepareConfig = Struct(
+    "PrepareConfig",
+    "One specialisation of the kernel that comes first in a backward.",
     Field("dtype", DTYPE, "of q, k and v"),
     Field("out_dtype", DTYPE, "of out and dout"),
+    Field("casts_dout", I32, "1: writes dout_cast"),
     Field("num_threads", I32, "of the thread block"),
 )
 
 ENUMS = (DTYPE, PRODUCT, WRT)
-STRUCTS = (Tensor, Rows, Shape, FwdParams, BwdParams, SimtConfig, DeltaConfig)
+STRUCTS = (
+    *(Tensor, Rows, Shape, FwdParams, BwdParams),
+    *(SimtConfig, Sm80Config, MergeConfig, PrepareConfig),
+)

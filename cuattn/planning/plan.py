@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class KernelSpec:
     num_threads: int
     min_blocks: int
     smem_bytes: int
+    max_spill_bytes: int = 0  # a thread's, that the kernel does not promise to be without
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,22 @@ class Plan:
     family: str
     launches: tuple[Launch, ...]
     workspace: tuple[tuple[str, int], ...]
-    refusals: tuple[tuple[str, str], ...]
+    num_splits: int = 1  # of the keys, in a forward
+    refusals: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(
+        family: str,
+        problem: AttentionProblem,
+        device: Device,
+        launches: Iterable[Launch],
+        workspace: Mapping[str, int] | None = None,
+        num_splits: int = 1,
+    ) -> Plan:
+        """A plan without the launches that have nothing to do."""
+        busy = tuple(launch for launch in launches if launch.grid > 0)
+        sizes = tuple((workspace or {}).items())
+        return Plan(problem, device, family, busy, sizes, num_splits)
 
     @property
     def workspace_bytes(self) -> int:
@@ -67,12 +83,14 @@ def _tensor(strides: Strides | None) -> dict[str, Any]:
     }
 
 
-def parameters(problem: AttentionProblem) -> Mapping[str, Any]:
+def parameters(plan: Plan) -> Mapping[str, Any]:
     """The values of FwdParams or BwdParams; every address is still null."""
-    layouts = problem.layouts
+    problem, layouts = plan.problem, plan.problem.layouts
     names: tuple[str, ...] = ("q", "k", "v", "out")
     values: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "lse": None}
-    if problem.op == "backward":
+    if problem.op == "forward":
+        values |= {"part_out": None, "part_lse": None, "num_splits": plan.num_splits}
+    else:
         names += ("dout", "dq", "dk", "dv")
         batch, head, seqlen = layouts.dlse or (0, 0, 0)
         values["dlse"] = {
@@ -81,7 +99,8 @@ def parameters(problem: AttentionProblem) -> Mapping[str, Any]:
             "stride_head": head,
             "stride_seqlen": seqlen,
         }
-        values["delta"] = None
+        values |= {"delta": None, "dq_sum": None, "dout_cast": None}
+        values["dq_sum_size"] = dict(plan.workspace).get("dq_sum", 0)
     values |= {name: _tensor(getattr(layouts, name)) for name in names}
     sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim")
     values["shape"] = {name: getattr(problem, name) for name in (*sizes, "head_dim_v")} | {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuattn.errors import UnsupportedError
 from cuattn.planning.device import Device
 from cuattn.planning.families import FAMILIES
@@ -21,10 +23,7 @@ def plan_for(problem: AttentionProblem, device: Device) -> Plan:
     for family in FAMILIES:
         reason = family.refusal(problem, device)
         if reason is None:
-            rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-            workspace = (("delta", rows),) if problem.op == "backward" else ()
-            launches = family.launches(problem, device)
-            return Plan(problem, device, family.name, launches, workspace, tuple(refusals))
+            return replace(family.plan(problem, device), refusals=tuple(refusals))
         refusals.append((family.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel family takes this {problem.op} on {device.arch}: {reasons}")

@@ -87,3 +87,77 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
         Tile(32, 32, 64, 2, 4, 1),
     ),
 }
+
+
+#: Head dims that the sm80 kernels compute; a problem takes the first that holds its own.
+BUCKETS = (32, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Sm80Tile:
+    """One shape of an sm80 kernel; ``warp_rows`` of the tile that a block owns are a warp's."""
+
+    block_m: int
+    block_n: int
+    warp_rows: int
+    min_blocks: int  # blocks that an SM must be able to hold: bounds the registers of a thread
+    held_steps: int = 0  # 16 dims each of q that stay in registers, in a forward
+    num_stages: int = 2  # tiles of K and V in shared memory, in a forward
+    min_keys: int = 0  # the forward takes the tile for so many keys or more
+    max_spill_bytes: int = 0  # what may go to local memory where all 255 registers are taken
+
+    def own(self, kernel: str) -> int:
+        """Positions that a block owns: keys in the backward over keys, queries elsewhere."""
+        return self.block_n if kernel in ("bwd", "bwd_finish", "bwd_kv") else self.block_m
+
+
+#: By kernel and bucket, the largest tile first; the last one fits every device. Numbers are TFLOP/s
+#: on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size 2048, seqlen 4096, full,
+#: 2026-11-29; a backward counts 2.5 times its forward. Buckets 32, 96 and 192 take the shapes of
+#: their neighbours. What else was tried is in kernels_cu/TUNING.md.
+SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
+    ("fwd", 32): (Sm80Tile(128, 64, 32, 2, 2), Sm80Tile(64, 64, 16, 2, 2)),
+    ("fwd", 64): (
+        Sm80Tile(128, 128, 32, 2, max_spill_bytes=128),  # 330; 128 x 64 with Q held 317
+        Sm80Tile(64, 64, 16, 2, 4),  # 243
+    ),
+    ("fwd", 96): (Sm80Tile(128, 64, 32, 2), Sm80Tile(64, 64, 16, 2, 6)),
+    ("fwd", 128): (
+        Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 377; with one stage 364
+        Sm80Tile(64, 64, 16, 2, 8),  # 264
+    ),
+    ("fwd", 192): (Sm80Tile(128, 64, 16, 1, 12, min_keys=1024), Sm80Tile(64, 64, 16, 2, 8, 1)),
+    ("fwd", 256): (
+        # 331; at seqlen 512 248, causal 166
+        Sm80Tile(128, 64, 16, 1, 12, min_keys=1024, max_spill_bytes=128),
+        Sm80Tile(64, 64, 16, 2, 8, 1, max_spill_bytes=128),  # 323; at seqlen 512 243, causal 185
+    ),
+    ("bwd", 32): (Sm80Tile(128, 128, 32, 1), Sm80Tile(64, 64, 16, 1)),
+    ("bwd", 64): (
+        Sm80Tile(128, 128, 32, 1, max_spill_bytes=128),  # 276; 96 queries 264
+        Sm80Tile(64, 128, 32, 1),  # 213
+        Sm80Tile(64, 64, 16, 1),  # 146
+    ),
+    ("bwd", 96): (Sm80Tile(64, 128, 32, 1), Sm80Tile(32, 64, 16, 1)),
+    ("bwd", 128): (
+        Sm80Tile(64, 128, 32, 1, max_spill_bytes=128),  # 313
+        Sm80Tile(32, 128, 32, 1),  # 237
+        Sm80Tile(32, 64, 16, 1),
+    ),
+    ("bwd", 192): (
+        Sm80Tile(64, 64, 16, 1),
+        Sm80Tile(32, 64, 16, 1),
+        Sm80Tile(16, 32, 16, 1),
+    ),
+    ("bwd", 256): (
+        Sm80Tile(64, 64, 16, 1, max_spill_bytes=128),  # 270
+        Sm80Tile(32, 64, 16, 1),  # 241
+        Sm80Tile(16, 32, 16, 1),
+    ),
+    ("bwd_q", 32): (Sm80Tile(64, 64, 16, 2),),
+    ("bwd_q", 64): (Sm80Tile(64, 64, 16, 2),),
+    ("bwd_q", 96): (Sm80Tile(64, 64, 16, 2),),
+    ("bwd_q", 128): (Sm80Tile(64, 64, 16, 2),),
+    ("bwd_q", 192): (Sm80Tile(64, 64, 16, 1), Sm80Tile(32, 32, 16, 1)),
+    ("bwd_q", 256): (Sm80Tile(64, 32, 16, 1), Sm80Tile(32, 32, 16, 1)),
+}

@@ -55,7 +55,10 @@ struct FwdParams {
   Tensor v;
   Tensor out;
   void* lse;          // contiguous (batch, num_heads_q, seqlen_q), natural log; null: not wanted
+  void* part_out;     // contiguous float32 (split, batch, num_heads_q, seqlen_q, head_dim_v)
+  void* part_lse;     // contiguous float32 (split, batch, num_heads_q, seqlen_q)
   Shape shape;
+  i32 num_splits;     // of the keys; 1: out and lse are written at once
   f64 softmax_scale;
 };
 
@@ -72,6 +75,9 @@ struct BwdParams {
   Rows dlse;          // no data: zero
   void* lse;          // contiguous (batch, num_heads_q, seqlen_q), natural log
   void* delta;        // contiguous like lse: rowsum(dout * out) - dlse
+  i64 dq_sum_size;    // numbers of dq_sum
+  void* dq_sum;       // float32 sums of dq in tiles (tile/sum_in_memory.cuh); null: not used
+  void* dout_cast;    // contiguous (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype
   Shape shape;
   f64 softmax_scale;
 };
@@ -91,10 +97,34 @@ struct SimtConfig {
   i32 wrt;              // gradients the kernel writes
 };
 
-// One specialisation of the kernel that computes delta.
-struct DeltaConfig {
+// One specialisation of the 16-bit kernels for tensor cores: a C++20 template argument.
+struct Sm80Config {
+  DType dtype;      // of q, k, v and the gradients
+  DType out_dtype;  // of out
+  i32 block_m;      // query rows of a tile
+  i32 block_n;      // keys of a tile
+  i32 block_d;      // head dims of a tile: at least head_dim and head_dim_v
+  i32 warp_rows;    // of the tile that the thread block owns, for each warp
+  i32 num_stages;   // tiles of K and V in shared memory, in a forward
+  i32 held_steps;   // 16 dims each of q that stay in registers, in a forward
+  i32 num_threads;  // of the thread block
+  i32 smem_bytes;   // dynamic shared memory
+  i32 wrt;          // gradients the kernel writes
+};
+
+// One specialisation of the kernel that merges splits of the keys.
+struct MergeConfig {
+  DType dtype;      // of q, k and v
+  DType out_dtype;  // of out
+  i32 block_d;      // at least head_dim_v
+  i32 num_threads;  // of the thread block
+};
+
+// One specialisation of the kernel that comes first in a backward.
+struct PrepareConfig {
   DType dtype;      // of q, k and v
   DType out_dtype;  // of out and dout
+  i32 casts_dout;   // 1: writes dout_cast
   i32 num_threads;  // of the thread block
 };
 
@@ -123,16 +153,19 @@ static_assert(CUATTN_OFFSETOF(Shape, head_dim) == 20);
 static_assert(CUATTN_OFFSETOF(Shape, head_dim_v) == 24);
 static_assert(CUATTN_OFFSETOF(Shape, band_lower) == 28);
 static_assert(CUATTN_OFFSETOF(Shape, band_upper) == 32);
-static_assert(sizeof(FwdParams) == 216);
+static_assert(sizeof(FwdParams) == 232);
 static_assert(alignof(FwdParams) == 8);
 static_assert(CUATTN_OFFSETOF(FwdParams, q) == 0);
 static_assert(CUATTN_OFFSETOF(FwdParams, k) == 40);
 static_assert(CUATTN_OFFSETOF(FwdParams, v) == 80);
 static_assert(CUATTN_OFFSETOF(FwdParams, out) == 120);
 static_assert(CUATTN_OFFSETOF(FwdParams, lse) == 160);
-static_assert(CUATTN_OFFSETOF(FwdParams, shape) == 168);
-static_assert(CUATTN_OFFSETOF(FwdParams, softmax_scale) == 208);
-static_assert(sizeof(BwdParams) == 416);
+static_assert(CUATTN_OFFSETOF(FwdParams, part_out) == 168);
+static_assert(CUATTN_OFFSETOF(FwdParams, part_lse) == 176);
+static_assert(CUATTN_OFFSETOF(FwdParams, shape) == 184);
+static_assert(CUATTN_OFFSETOF(FwdParams, num_splits) == 220);
+static_assert(CUATTN_OFFSETOF(FwdParams, softmax_scale) == 224);
+static_assert(sizeof(BwdParams) == 440);
 static_assert(alignof(BwdParams) == 8);
 static_assert(CUATTN_OFFSETOF(BwdParams, q) == 0);
 static_assert(CUATTN_OFFSETOF(BwdParams, k) == 40);
@@ -145,8 +178,11 @@ static_assert(CUATTN_OFFSETOF(BwdParams, dv) == 280);
 static_assert(CUATTN_OFFSETOF(BwdParams, dlse) == 320);
 static_assert(CUATTN_OFFSETOF(BwdParams, lse) == 352);
 static_assert(CUATTN_OFFSETOF(BwdParams, delta) == 360);
-static_assert(CUATTN_OFFSETOF(BwdParams, shape) == 368);
-static_assert(CUATTN_OFFSETOF(BwdParams, softmax_scale) == 408);
+static_assert(CUATTN_OFFSETOF(BwdParams, dq_sum_size) == 368);
+static_assert(CUATTN_OFFSETOF(BwdParams, dq_sum) == 376);
+static_assert(CUATTN_OFFSETOF(BwdParams, dout_cast) == 384);
+static_assert(CUATTN_OFFSETOF(BwdParams, shape) == 392);
+static_assert(CUATTN_OFFSETOF(BwdParams, softmax_scale) == 432);
 static_assert(sizeof(SimtConfig) == 44);
 static_assert(alignof(SimtConfig) == 4);
 static_assert(CUATTN_OFFSETOF(SimtConfig, dtype) == 0);
@@ -160,10 +196,30 @@ static_assert(CUATTN_OFFSETOF(SimtConfig, num_lanes) == 28);
 static_assert(CUATTN_OFFSETOF(SimtConfig, num_threads) == 32);
 static_assert(CUATTN_OFFSETOF(SimtConfig, smem_bytes) == 36);
 static_assert(CUATTN_OFFSETOF(SimtConfig, wrt) == 40);
-static_assert(sizeof(DeltaConfig) == 12);
-static_assert(alignof(DeltaConfig) == 4);
-static_assert(CUATTN_OFFSETOF(DeltaConfig, dtype) == 0);
-static_assert(CUATTN_OFFSETOF(DeltaConfig, out_dtype) == 4);
-static_assert(CUATTN_OFFSETOF(DeltaConfig, num_threads) == 8);
+static_assert(sizeof(Sm80Config) == 44);
+static_assert(alignof(Sm80Config) == 4);
+static_assert(CUATTN_OFFSETOF(Sm80Config, dtype) == 0);
+static_assert(CUATTN_OFFSETOF(Sm80Config, out_dtype) == 4);
+static_assert(CUATTN_OFFSETOF(Sm80Config, block_m) == 8);
+static_assert(CUATTN_OFFSETOF(Sm80Config, block_n) == 12);
+static_assert(CUATTN_OFFSETOF(Sm80Config, block_d) == 16);
+static_assert(CUATTN_OFFSETOF(Sm80Config, warp_rows) == 20);
+static_assert(CUATTN_OFFSETOF(Sm80Config, num_stages) == 24);
+static_assert(CUATTN_OFFSETOF(Sm80Config, held_steps) == 28);
+static_assert(CUATTN_OFFSETOF(Sm80Config, num_threads) == 32);
+static_assert(CUATTN_OFFSETOF(Sm80Config, smem_bytes) == 36);
+static_assert(CUATTN_OFFSETOF(Sm80Config, wrt) == 40);
+static_assert(sizeof(MergeConfig) == 16);
+static_assert(alignof(MergeConfig) == 4);
+static_assert(CUATTN_OFFSETOF(MergeConfig, dtype) == 0);
+static_assert(CUATTN_OFFSETOF(MergeConfig, out_dtype) == 4);
+static_assert(CUATTN_OFFSETOF(MergeConfig, block_d) == 8);
+static_assert(CUATTN_OFFSETOF(MergeConfig, num_threads) == 12);
+static_assert(sizeof(PrepareConfig) == 16);
+static_assert(alignof(PrepareConfig) == 4);
+static_assert(CUATTN_OFFSETOF(PrepareConfig, dtype) == 0);
+static_assert(CUATTN_OFFSETOF(PrepareConfig, out_dtype) == 4);
+static_assert(CUATTN_OFFSETOF(PrepareConfig, casts_dout) == 8);
+static_assert(CUATTN_OFFSETOF(PrepareConfig, num_threads) == 12);
 
 }  // namespace cuattn

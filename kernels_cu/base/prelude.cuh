@@ -65,6 +65,11 @@ CUATTN_CONSTEXPR T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
+// For x of at least 1.
+CUATTN_CONSTEXPR int floor_to_power_of_two(int x) {
+  return x < 2 ? 1 : 2 * floor_to_power_of_two(x / 2);
+}
+
 // A or B: the one trait that the kernels need.
 template <bool, class A, class B>
 struct Select {

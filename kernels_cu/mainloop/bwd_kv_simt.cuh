@@ -26,8 +26,8 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
     const int results = max(kWantsDk ? shape.head_dim : 0, kWantsDv ? shape.head_dim_v : 0);
-    const Work work = Work::of<false>(ceil_div(shape.seqlen_k, C.block_n), ceil_div(results, kDims),
-                                      shape.num_heads_kv);
+    const Work work = Work::of<false>(blockIdx.x, ceil_div(shape.seqlen_k, C.block_n),
+                                      ceil_div(results, kDims), shape.num_heads_kv);
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
     const int slice_begin = work.slice * kDims;
 
@@ -98,9 +98,9 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
               Base::template multiply<true>(rP, sK, sQ, shape.head_dim, d);
               if (kWantsDk) Base::template multiply<false>(rdS, sV, sdO, shape.head_dim_v, d);
             });
-        softmax::finish_scores(
-            rP, scale, schedule.kind(m_block, work.block),
-            [&](int key, int row) { return schedule.visible(row_begin + row, keys.begin + key); });
+        softmax::finish_scores(rP, scale, schedule.kind(m_block, work.block), [&](int key) {
+          return schedule.rows_of(keys.begin + key) - row_begin;
+        });
         Scores::each([&](int i, int j) {
           const int row = Scores::col_of(j);
           rP.at(i, j) = softmax::probability(rP.at(i, j), sLse[row]);

@@ -6,6 +6,7 @@
 // source: Dao et al. 2022, Algorithm 4, with the loops the other way round.
 #pragma once
 #include "mainloop/simt.cuh"
+#include "ptx/special.cuh"
 
 namespace cuattn::mainloop {
 
@@ -21,8 +22,7 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
   CUATTN_DEVICE static void run(const BwdParams& params, Value* shared) {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
-    const Work work = Work::of<true>(ceil_div(shape.seqlen_q, C.block_m),
-                                     ceil_div(shape.head_dim, kDims), shape.num_heads_q);
+    const Work work = work_of(shape);
     const int head_kv = work.head_idx / (shape.num_heads_q / shape.num_heads_kv);
     const int slice_begin = work.slice * kDims;
 
@@ -85,8 +85,8 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
             Base::template multiply<true>(rP, sQ, sK, shape.head_dim, d);
             Base::template multiply<false>(rdS, sdO, sV, shape.head_dim_v, d);
           });
-      softmax::finish_scores(rP, scale, schedule.kind(work.block, n_block), [&](int row, int key) {
-        return schedule.visible(rows.begin + row, key_begin + key);
+      softmax::finish_scores(rP, scale, schedule.kind(work.block, n_block), [&](int row) {
+        return schedule.keys_of(rows.begin + row) - key_begin;
       });
       Scores::each([&](int i, int j) {
         const Value p = softmax::probability(rP.at(i, j), statistics[i].lse);
@@ -101,8 +101,14 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
       const bool is_seen = statistics[i].lse != infinity<Value>();
       rdQ.at(i, j) = is_seen ? rdQ.at(i, j) * scale : Value(0);
     });
-    const tile::GlobalRows<Stored> gdQ(params.dq, work.batch_idx, work.head_idx);
-    Base::store(rdQ, gdQ, rows, slice_begin, shape.head_dim);
+    const Work same = work_of(shape);
+    const tile::GlobalRows<Stored> gdQ(params.dq, same.batch_idx, same.head_idx);
+    Base::store(rdQ, gdQ, schedule.rows(same.block), same.slice * kDims, shape.head_dim);
+  }
+
+  CUATTN_DEVICE static Work work_of(const Shape& shape) {
+    return Work::of<true>(ptx::block_index(), ceil_div(shape.seqlen_q, C.block_m),
+                          ceil_div(shape.head_dim, kDims), shape.num_heads_q);
   }
 };
 

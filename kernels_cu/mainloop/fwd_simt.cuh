@@ -21,7 +21,7 @@ struct ForwardSimt : Simt<C, C.block_m, C.block_n> {
   CUATTN_DEVICE static void run(const FwdParams& params, Value* shared) {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
-    const Work work = Work::of<true>(ceil_div(shape.seqlen_q, C.block_m),
+    const Work work = Work::of<true>(blockIdx.x, ceil_div(shape.seqlen_q, C.block_m),
                                      ceil_div(shape.head_dim_v, kDims), shape.num_heads_q);
     const int head_kv = work.head_idx / (shape.num_heads_q / shape.num_heads_kv);
     const int slice_begin = work.slice * kDims;
@@ -43,7 +43,7 @@ struct ForwardSimt : Simt<C, C.block_m, C.block_n> {
     const Value scale = static_cast<Value>(params.softmax_scale);
     const bool one_chunk = shape.head_dim <= kDims;
 
-    softmax::OnlineSoftmax<Value, Scores::kRows> state;
+    softmax::OnlineSoftmax<softmax::NaturalUnits<Value>, Scores::kRows> state({});
     Results rO;
     rO.clear();
     for (int n_block = tiles.begin; n_block < tiles.end; ++n_block) {
@@ -63,8 +63,8 @@ struct ForwardSimt : Simt<C, C.block_m, C.block_n> {
             tile::load<kThreads>(sK, gK, key_begin, keys.end, d, shape.head_dim);
           },
           [&](int d) { Base::template multiply<true>(rS, sQ, sK, shape.head_dim, d); });
-      softmax::finish_scores(rS, scale, schedule.kind(work.block, n_block), [&](int row, int key) {
-        return schedule.visible(rows.begin + row, key_begin + key);
+      softmax::finish_scores(rS, scale, schedule.kind(work.block, n_block), [&](int row) {
+        return schedule.keys_of(rows.begin + row) - key_begin;
       });
       state.push(rS, rO);
       Base::exchange(rS, sP);

@@ -12,6 +12,7 @@
 // shared memory; otherwise its chunks are read again for every streamed tile. So any head size
 // runs, with registers and shared memory that do not depend on it.
 #pragma once
+#include "mainloop/work.cuh"
 #include "softmax/gradient.cuh"
 #include "softmax/schedule.cuh"
 #include "softmax/score.cuh"
@@ -23,22 +24,6 @@
 #include "tile/shared_tile.cuh"
 
 namespace cuattn::mainloop {
-
-// The place of a CTA in the problem. All heads' first tiles come before any head's second, so that
-// the CTAs that start last, and decide when the device falls idle, are those of the shortest tiles.
-struct Work {
-  int batch_idx, head_idx, slice, block;
-
-  // kOwnsQueries: under a causal band the last query tile is the longest, and the first key tile.
-  template <bool kOwnsQueries>
-  CUATTN_DEVICE static Work of(int num_blocks, int num_slices, int num_heads) {
-    const u32 per_block = gridDim.x / num_blocks;
-    const int block = blockIdx.x / per_block;
-    const u32 rest = blockIdx.x % per_block;
-    return {int(rest / num_slices / num_heads), int(rest / num_slices % num_heads),
-            int(rest % num_slices), kOwnsQueries ? num_blocks - 1 - block : block};
-  }
-};
 
 // kOwn positions by kStream positions, kDims head dims at a time.
 template <SimtConfig C, int kOwnPositions, int kStreamPositions>

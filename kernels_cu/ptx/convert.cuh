@@ -28,4 +28,25 @@ CUATTN_DEVICE void narrow(f32 x, BFloat16& y) {
   y.bits = static_cast<u16>(x != x ? 0x7fffu : rounded >> 16);
 }
 
+// Two numbers rounded into one register, the first one below; needs sm_80.
+template <class Element>
+CUATTN_DEVICE u32 pack(f32 first, f32 second);
+template <>
+CUATTN_DEVICE u32 pack<Float16>(f32 first, f32 second) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+template <>
+CUATTN_DEVICE u32 pack<BFloat16>(f32 first, f32 second) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+template <class Element>
+CUATTN_DEVICE void unpack(u32 bits, f32& first, f32& second) {
+  first = widen(Element{static_cast<u16>(bits)});
+  second = widen(Element{static_cast<u16>(bits >> 16)});
+}
+
 }  // namespace cuattn::ptx

@@ -1,5 +1,6 @@
 // Products on tensor cores, one warp together. Layer: ptx.
 #pragma once
+#include "base/dtype.cuh"
 #include "base/prelude.cuh"
 
 namespace cuattn::ptx {
@@ -37,6 +38,30 @@ CUATTN_DEVICE void mma_f64(f64& d0, f64& d1, f64& d2, f64& d3, const f64 (&a)[4]
         : "d"(a[2 * k + 1]), "d"(b[k]));
   }
 #endif
+}
+
+// d += a b for a of 16 x 16, b of 16 x 8, of 16-bit elements, in float32. A register holds two
+// elements, the one of the lower index below. With g = lane / 4 and t = lane % 4, a lane holds
+// a[g][2t..], a[g + 8][2t..], a[g][2t + 8..], a[g + 8][2t + 8..]; b[2t..][g], b[2t + 8..][g]; d as
+// above. source: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"; needs
+// sm_80.
+template <class Element>
+CUATTN_DEVICE void mma_16bit(f32& d0, f32& d1, f32& d2, f32& d3, const u32 (&a)[4], u32 b0, u32 b1);
+template <>
+CUATTN_DEVICE void mma_16bit<Float16>(f32& d0, f32& d1, f32& d2, f32& d3, const u32 (&a)[4], u32 b0,
+                                      u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+CUATTN_DEVICE void mma_16bit<BFloat16>(f32& d0, f32& d1, f32& d2, f32& d3, const u32 (&a)[4],
+                                       u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 }  // namespace cuattn::ptx

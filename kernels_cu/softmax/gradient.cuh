@@ -8,7 +8,7 @@
 #pragma once
 #include "base/prelude.cuh"
 #include "ptx/math.cuh"
-#include "softmax/state.cuh"
+#include "softmax/units.cuh"
 
 namespace cuattn::softmax {
 
@@ -38,6 +38,11 @@ CUATTN_DEVICE RowStatistics<T> row_statistics(const T* lse, const T* delta, i64 
 template <class T>
 CUATTN_DEVICE T probability(T score, T lse) {
   return ptx::exp(score - lse);
+}
+
+// The same of a product that is no finished score yet; lse in log2 units.
+CUATTN_DEVICE f32 probability(const Log2Units& units, f32 score, f32 lse) {
+  return units.weight(score, lse);
 }
 
 template <class T>

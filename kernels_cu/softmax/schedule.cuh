@@ -14,6 +14,14 @@ enum class TileKind { kPartial, kFull };
 
 struct Range {
   int begin, end;
+
+  CUATTN_DEVICE Range operator-(int origin) const { return {begin - origin, end - origin}; }
+  // One of several parts of about the same length, in order.
+  CUATTN_DEVICE Range part(int index, int count) const {
+    const int length = ceil_div(end - begin, count);
+    const int first = min(end, begin + index * length);
+    return {first, min(end, first + length)};
+  }
 };
 
 struct RangeSchedule {
@@ -28,9 +36,13 @@ struct RangeSchedule {
         block_m(m),
         block_n(n) {}
 
-  // The element rule. Keys past the end are seen by nobody.
-  CUATTN_DEVICE bool visible(int row, int key) const {
-    return key < seqlen_k && key - row >= lower && key - row <= upper;
+  // The element rule: the keys that a row sees, and the rows that see a key; nobody sees a key past
+  // the end.
+  CUATTN_DEVICE Range keys_of(int row) const {
+    return {row + lower, min(seqlen_k, row + upper + 1)};
+  }
+  CUATTN_DEVICE Range rows_of(int key) const {
+    return {key - upper, key < seqlen_k ? key - lower + 1 : key - upper};
   }
 
   CUATTN_DEVICE Range rows(int m_block) const {
@@ -66,7 +78,6 @@ struct RangeSchedule {
     return full ? TileKind::kFull : TileKind::kPartial;
   }
 
- private:
   CUATTN_DEVICE static Range tiles(Range range, int block) {
     if (range.begin == range.end) return {0, 0};
     return {range.begin / block, (range.end + block - 1) / block};

@@ -1,8 +1,9 @@
 // Who holds which element where tensor cores multiply (mma.m16n8). Layer: tile.
 //
-//   Warp w owns kTileRows / kWarps rows and all columns of a tile, in blocks of 16 x 8. In each
-//   block lane 4 g + t holds rows g and g + 8 at columns 2 t and 2 t + 1, so the four lanes of a
-//   row sit side by side. Same interface as tile/fragment_simt.cuh.
+//   Warp w owns kTileRows / kWarps rows and all columns of a tile, in blocks of 16 x 8 (where there
+//   are more than kWarps warps, warps w, w + kWarps, ... hold the same place in different tiles).
+//   In each block lane 4 g + t holds rows g and g + 8 at columns 2 t and 2 t + 1, so the four lanes
+//   of a row sit side by side. Same interface as tile/fragment_simt.cuh.
 #pragma once
 #include "base/prelude.cuh"
 #include "ptx/math.cuh"
@@ -16,15 +17,15 @@ struct MmaFragment {
   static constexpr int kWarpRows = kTileRows / kWarpCount;
   static constexpr int kRows = kWarpRows / 8, kCols = kTileCols / 4;
   static constexpr int kLanes = 4;
-  static_assert(kTileRows % (16 * kWarpCount) == 0 && kTileCols % 32 == 0);
+  static_assert(kTileRows % (16 * kWarpCount) == 0 && kTileCols % 16 == 0);
 
   T data[kRows][kCols];
 
   CUATTN_DEVICE static int lane() { return threadIdx.x % kLanes; }
   CUATTN_DEVICE static int group() { return threadIdx.x % kWarpSize / kLanes; }
-  CUATTN_DEVICE static int row_of(int i) {
-    return threadIdx.x / kWarpSize * kWarpRows + group() + i * 8;
-  }
+  // The first row of this warp.
+  CUATTN_DEVICE static int warp_row() { return threadIdx.x / kWarpSize % kWarpCount * kWarpRows; }
+  CUATTN_DEVICE static int row_of(int i) { return warp_row() + group() + i * 8; }
   CUATTN_DEVICE static int col_of(int j) { return lane() * 2 + j / 2 * 8 + j % 2; }
   CUATTN_DEVICE T& at(int i, int j) { return data[i][j]; }
   CUATTN_DEVICE T at(int i, int j) const { return data[i][j]; }

@@ -53,6 +53,8 @@ struct GlobalRows {
              head_idx * tensor.stride_head),
         stride_row(tensor.stride_seqlen),
         stride_col(tensor.stride_dim) {}
+  CUATTN_DEVICE GlobalRows(T* first, i64 row, i64 col = 1)
+      : data(first), stride_row(row), stride_col(col) {}
 
   CUATTN_DEVICE T& at(int row, int col) const { return data[row * stride_row + col * stride_col]; }
 

@@ -1,0 +1,99 @@
+"""What every kernel family shares: how it is asked, and the kernel that each backward begins with.
+
+A family says yes or why not, and lays a problem out as launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from cuattn._typing import ACCUMULATOR
+from cuattn.abi.structs import DType, Wrt
+from cuattn.planning.device import Device
+from cuattn.planning.names import kernel_name
+from cuattn.planning.plan import KernelSpec, Launch, Plan
+from cuattn.planning.problem import AttentionProblem
+from cuattn.planning.schedule import ceil_div
+
+MAX_GRID = 2**31 - 1
+_PREPARE_THREADS, _PREPARE_LANES = 128, 8
+_WRT = {"q": Wrt.Dq, "k": Wrt.Dk, "v": Wrt.Dv}
+
+
+class Family(Protocol):
+    """What the selection asks of a family."""
+
+    @property
+    def name(self) -> str:
+        """As kernel names and ``explain`` spell it."""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of q, k and v, those that it takes."""
+
+    @property
+    def rounds_to_zero(self) -> bool:
+        """Whether sums over head dims and positions are rounded towards zero."""
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why the family cannot take the problem on the device, or None."""
+
+    def plan(self, problem: AttentionProblem, device: Device) -> Plan:
+        """The plan of an accepted problem; without launches where there is nothing to write."""
+
+    def every_spec(self, device: Device) -> Iterator[KernelSpec]:
+        """Every specialisation that a plan can choose on a device."""
+
+
+def grid_refusal(plan: Plan) -> str | None:
+    """Why a plan cannot be launched, or None."""
+    for launch in plan.launches:
+        if launch.grid > MAX_GRID:
+            return f"needs at most {MAX_GRID} blocks, got {launch.grid} in {launch.kernel.name}"
+    return None
+
+
+def wrt_flags(names: tuple[str, ...]) -> Wrt:
+    """The flags of inputs by name."""
+    flags = Wrt(0)
+    for name in names:
+        flags |= _WRT[name]
+    return flags
+
+
+def output_dtypes() -> Iterator[tuple[str, str]]:
+    """Every pair of a dtype and a dtype that out may have."""
+    for dtype, accumulator in ACCUMULATOR.items():
+        yield from sorted({(dtype, dtype), (dtype, accumulator)})
+
+
+def num_rows(problem: AttentionProblem) -> int:
+    """Query rows of all heads: the size of lse and of delta."""
+    return problem.batch * problem.num_heads_q * problem.seqlen_q
+
+
+def prepare_spec(dtype: str, out_dtype: str, *, casts_dout: bool = False) -> KernelSpec:
+    """The kernel that computes delta, which every backward reads."""
+    return KernelSpec(
+        name=kernel_name("bwd_prepare" + "_cast" * casts_dout, dtype, out_dtype),
+        header="kernel/bwd_prepare.cuh",
+        entry="kernel::bwd_prepare",
+        config_struct="PrepareConfig",
+        config=(
+            ("dtype", DType.of(dtype)),
+            ("out_dtype", DType.of(out_dtype)),
+            ("casts_dout", int(casts_dout)),
+            ("num_threads", _PREPARE_THREADS),
+        ),
+        params_struct="BwdParams",
+        num_threads=_PREPARE_THREADS,
+        min_blocks=1,
+        smem_bytes=0,
+    )
+
+
+def prepare_launch(problem: AttentionProblem, *, casts_dout: bool = False) -> Launch:
+    """The first launch of a backward."""
+    spec = prepare_spec(problem.dtype, problem.out_dtype, casts_dout=casts_dout)
+    return Launch(spec, ceil_div(num_rows(problem) * _PREPARE_LANES, _PREPARE_THREADS))

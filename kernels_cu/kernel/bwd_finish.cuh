@@ -1,0 +1,46 @@
+// dQ from the sums that mainloop/bwd_sm80.cuh has left in memory: scaled, rounded and brought into
+// the caller's order. Layer: kernel.
+//
+// A thread four numbers, in the order of the sums. A row that saw no key gets 0.
+#pragma once
+#include "mainloop/bwd_sm80.cuh"
+
+namespace cuattn::kernel {
+
+template <Sm80Config C>
+CUATTN_DEVICE void bwd_finish(const BwdParams& params) {
+  using DqSum = typename mainloop::BackwardSm80<C>::DqSum;
+  using Element = Storage<C.dtype>;
+  const Shape& shape = params.shape;
+  const int num_tiles = ceil_div(shape.seqlen_q, C.block_m);
+  const i64 first = i64(blockIdx.x) * C.num_threads;  // a CTA stays inside a tile
+  const i64 tile_idx = first / (DqSum::kSize / 4);
+  const int index = first % (DqSum::kSize / 4) + threadIdx.x;
+  const int head_idx = tile_idx / num_tiles % shape.num_heads_q;
+  const int batch_idx = tile_idx / num_tiles / shape.num_heads_q;
+
+  int row, col;
+  DqSum::place_of(index, row, col);
+  row += int(tile_idx % num_tiles) * C.block_m;
+  const float4 sum =
+      static_cast<const float4*>(params.dq_sum)[tile_idx * (DqSum::kSize / 4) + index];
+  const f32 scale = static_cast<f32>(params.softmax_scale);
+  const f32* lse = static_cast<const f32*>(params.lse) +
+                   (i64(batch_idx) * shape.num_heads_q + head_idx) * shape.seqlen_q;
+  const tile::GlobalRows<Element> gdQ(params.dq, batch_idx, head_idx);
+#pragma unroll
+  for (int half = 0; half < 2; ++half, row += 8) {
+    if (row >= shape.seqlen_q || col >= shape.head_dim) continue;
+    const bool seen = softmax::is_seen(lse[row]);
+    const f32 x = seen ? (half ? sum.z : sum.x) * scale : 0.0f;
+    const f32 y = seen ? (half ? sum.w : sum.y) * scale : 0.0f;
+    if (gdQ.in_vectors(shape.head_dim)) {
+      *reinterpret_cast<u32*>(&gdQ.at(row, col)) = ptx::pack<Element>(x, y);
+    } else {
+      ptx::narrow(x, gdQ.at(row, col));
+      if (col + 1 < shape.head_dim) ptx::narrow(y, gdQ.at(row, col + 1));
+    }
+  }
+}
+
+}  // namespace cuattn::kernel
