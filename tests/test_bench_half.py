@@ -373,5 +373,5 @@ def test_memory_is_counted_beside_what_is_there():
     # In a forward, scores and weights lie where out does afterwards.
     assert extra["formula", "forward"] > 5 * long.num_scores
     assert extra["formula", "forward+backward"] >= 8 * long.num_scores
-    # A peer of torch's may lay a result where another was; cuattn and the formula do not.
+    # What torch counts beyond results is its own; of one peer it was once negative.
     assert all(size >= 0 for (name, _), size in extra.items() if name in ("cuattn", "formula"))

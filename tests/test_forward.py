@@ -32,7 +32,7 @@ def test_many_tiles(engine, dtype, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_rows_and_many_keys(engine, dtype, causal):
-    """Where a family splits the keys, parts of unequal length and empty ones too."""
+    """Where a family splits the keys."""
     position = {"causal": True, "q_offset": 1000} if causal else {}
     problem = Problem(dtype, "bshd", 1, 33, 1900, 1, 2, 64, 40, **position)
     check_forward(engine, problem.within(engine.dtypes))

@@ -36,6 +36,9 @@ class Family(Protocol):
     def rounds_to_zero(self) -> bool:
         """Whether sums over head dims and positions are rounded towards zero."""
 
+    def lacking(self, device: Device) -> str | None:
+        """What the family needs that the device has not, or None."""
+
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         """Why the family cannot take the problem on the device, or None."""
 
@@ -46,9 +49,19 @@ class Family(Protocol):
         """Every specialisation that a plan can choose on a device."""
 
 
-def grid_refusal(plan: Plan) -> str | None:
-    """Why a plan cannot be launched, or None."""
-    for launch in plan.launches:
+def refusal_of(
+    family: Family, max_head_dim: int | None, problem: AttentionProblem, device: Device
+) -> str | None:
+    """Why a family of these dtypes, needs and head dims cannot take a problem, or None."""
+    if problem.dtype not in family.dtypes:
+        return f"needs {' or '.join(family.dtypes)}, got {problem.dtype}"
+    lacking = family.lacking(device)
+    if lacking is not None:
+        return f"needs {lacking}, got {device.arch}"
+    dims = max(problem.head_dim, problem.head_dim_v)
+    if max_head_dim is not None and dims > max_head_dim:
+        return f"needs head dims of at most {max_head_dim}, got {dims}"
+    for launch in family.plan(problem, device).launches:
         if launch.grid > MAX_GRID:
             return f"needs at most {MAX_GRID} blocks, got {launch.grid} in {launch.kernel.name}"
     return None

@@ -9,10 +9,10 @@ from cuattn._typing import ACCUMULATOR
 from cuattn.abi.structs import DType, Product, Wrt
 from cuattn.planning.device import Device
 from cuattn.planning.family import (
-    grid_refusal,
     num_rows,
     output_dtypes,
     prepare_launch,
+    refusal_of,
     wrt_flags,
 )
 from cuattn.planning.names import kernel_name
@@ -51,15 +51,7 @@ class Tiled:
         return None
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
-        if problem.dtype not in self.dtypes:
-            return f"needs {' or '.join(self.dtypes)}, got {problem.dtype}"
-        lacking = self.lacking(device)
-        if lacking is not None:
-            return f"needs {lacking}, got {device.arch}"
-        dims = max(problem.head_dim, problem.head_dim_v)
-        if self.max_head_dim is not None and dims > self.max_head_dim:
-            return f"needs head dims of at most {self.max_head_dim}, got {dims}"
-        return grid_refusal(self.plan(problem, device))
+        return refusal_of(self, self.max_head_dim, problem, device)
 
     def plan(self, problem: AttentionProblem, device: Device) -> Plan:
         if problem.op == "forward":
@@ -108,7 +100,13 @@ class Tiled:
         num_threads = own // tile.rows_per_thread * tile.num_lanes
         smem_bytes = self.smem_bytes(kernel, tile, ACCUMULATOR[dtype])
         return KernelSpec(
-            name=kernel_name(f"{kernel}_{self.name}", dtype, out_dtype, tile, wrt),
+            name=kernel_name(
+                f"{kernel}_{self.name}",
+                dtype,
+                out_dtype,
+                (tile.block_m, tile.block_n, tile.block_d),
+                wrt,
+            ),
             header="kernel/simt.cuh",
             entry=f"kernel::{kernel}_simt",
             config_struct="SimtConfig",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from cuattn.abi.structs import DType, Wrt
 from cuattn.planning.device import Device
 from cuattn.planning.family import (
-    grid_refusal,
     num_rows,
     output_dtypes,
     prepare_launch,
     prepare_spec,
+    refusal_of,
     wrt_flags,
 )
 from cuattn.planning.names import kernel_name
@@ -49,15 +49,7 @@ class Sm80:
         return None
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
-        if problem.dtype not in self.dtypes:
-            return f"needs {' or '.join(self.dtypes)}, got {problem.dtype}"
-        lacking = self.lacking(device)
-        if lacking is not None:
-            return f"needs {lacking}, got {device.arch}"
-        dims = max(problem.head_dim, problem.head_dim_v)
-        if dims > BUCKETS[-1]:
-            return f"needs head dims of at most {BUCKETS[-1]}, got {dims}"
-        return grid_refusal(self.plan(problem, device))
+        return refusal_of(self, BUCKETS[-1], problem, device)
 
     def plan(self, problem: AttentionProblem, device: Device) -> Plan:
         if problem.op == "forward":
@@ -139,10 +131,11 @@ class Sm80:
         if kernel in ("bwd", "bwd_finish", "bwd_kv"):
             num_threads *= 2  # one warp for each role
         smem = smem_bytes(kernel, block_d, tile)
-        sizes = f"_m{tile.block_m}n{tile.block_n}d{block_d}"
         finishes = kernel == "bwd_finish"
         return KernelSpec(
-            name=kernel_name(f"{kernel}_{self.name}", dtype, out_dtype) + sizes,
+            name=kernel_name(
+                f"{kernel}_{self.name}", dtype, out_dtype, (tile.block_m, tile.block_n, block_d)
+            ),
             header="kernel/bwd_finish.cuh" if finishes else "kernel/sm80.cuh",
             entry="kernel::bwd_finish" if finishes else f"kernel::{_entry(kernel)}_sm80",
             config_struct="Sm80Config",

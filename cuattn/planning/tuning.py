@@ -1,11 +1,12 @@
 """Tile shapes, each with the measurement that chose it; the one place where sizes are numbers.
 
-Rows are tried from the top: see ``families.Tiled.choose_tile``. TFLOP/s count the products that a
-kernel does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC 13.0, batch 1,
-8 heads, seqlen 4096, head_dim 64, full, 2026-11-29. On tensor cores the first number of a table is
-of the kernel as it is, the others are from before its products did two steps at a time, which
-gained 0 to 17 %; simt's are all from before the longest tiles came first. A row without a number
-serves devices with less shared memory, and problems with too few tiles for the device.
+Rows are tried from the top: see ``choose_tile`` of the family. In ``TILES``, TFLOP/s count the
+products that a kernel does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC
+13.0, batch 1, 8 heads, seqlen 4096, head_dim 64, full, 2026-11-29, all before masks came to know
+the span of a row. On tensor cores the first number of a table is of the kernel as it was then, the
+others are from before its products did two steps at a time, which gained 0 to 17 %; simt's are all
+from before the longest tiles came first. A row without a number serves devices with less shared
+memory, and problems with too few tiles for the device.
 """
 
 from __future__ import annotations
