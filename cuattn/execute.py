@@ -21,12 +21,16 @@ from cuattn.abi.template import Template
 from cuattn.cpu import tiled
 from cuattn.jit.cache import build
 from cuattn.jit.compile import CompileOptions, arch_for_device, debugging
-from cuattn.jit.launch import load
+from cuattn.jit.launch import current_stream, load
 from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
 from cuattn.planning.plan import ITEMSIZE, KernelSpec, Plan, parameters
 from cuattn.planning.problem import AttentionProblem
+from cuattn.planning.schedule import ceil_div
 from cuattn.planning.select import plan_for
+
+#: Bytes to which buffers of a workspace are aligned: a memory transaction's, as allocations are.
+_ALIGNMENT = 256
 
 
 def unit_of(spec: KernelSpec) -> Unit:
@@ -63,14 +67,17 @@ class Executable:
         self.device_id = device_id
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
         self._template = Template(struct, parameters(plan))
-        itemsize = ITEMSIZE[plan.problem.accumulator]
-        self._workspace = [(name, size * itemsize) for name, size in plan.workspace]
+        self._workspace, self._workspace_bytes = _places(plan)
         units = [unit_of(launch.kernel) for launch in plan.launches]
         for _ in build(units, CompileOptions(plan.device.arch, lineinfo=debugging())):
             pass  # all of a plan side by side, before `load` asks for each
-        self._launches = [
-            load(unit, plan.device.arch, launch.kernel.smem_bytes).launcher(launch.grid)
+        self._kernels = [
+            load(unit, plan.device.arch, launch.kernel.smem_bytes)
             for unit, launch in zip(units, plan.launches, strict=True)
+        ]
+        self._launches = [
+            kernel.launcher(launch.grid)
+            for kernel, launch in zip(self._kernels, plan.launches, strict=True)
         ]
 
     def __call__(self, addresses: dict[str, int]) -> None:
@@ -79,15 +86,25 @@ class Executable:
         ``addresses`` are those of the arrays by their names in the parameter struct; those of the
         workspace are added to them.
         """
-        # Freed when this returns: what is on the stream by then still finds it as it is.
-        workspace = [
-            (name, sys.modules["cupy"].cuda.alloc(nbytes)) for name, nbytes in self._workspace
-        ]
-        for name, memory in workspace:
-            addresses[name] = memory.ptr
-        arguments = (self._template.with_pointers(addresses),)
+        if self._workspace_bytes:
+            # Freed when this returns: what is on the stream by then still finds it as it is.
+            memory = sys.modules["cupy"].cuda.alloc(self._workspace_bytes)
+            first = memory.ptr
+            for name, offset in self._workspace:
+                addresses[name] = first + offset
+        arguments = self._template.arguments(addresses)
+        stream, at = current_stream(self.device_id), arguments.buffer_info()[0]
         for launch in self._launches:
-            launch(arguments)
+            launch(stream, at, 0)
+
+
+def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
+    """The byte at which each buffer of the workspace begins in one allocation, and its size."""
+    itemsize, places, end = ITEMSIZE[plan.problem.accumulator], [], 0
+    for name, size in plan.workspace:
+        places.append((name, end))
+        end += ceil_div(size * itemsize, _ALIGNMENT) * _ALIGNMENT
+    return places, end
 
 
 # By the identity of a problem, which the executable keeps alive: hashing one costs as much as all

@@ -78,12 +78,12 @@ def test_host_time_of_a_device_has_a_launch(monkeypatch):
     import cupy
 
     monkeypatch.setattr("cuattn.bench.host_time.REPEATS", 1)
-    assert all({"total", "launch"} <= row.keys() for row in measure(cupy))
+    assert all({"total", "launch"} <= row.keys() for row in measure(cupy, "float32"))
 
 
 def test_host_time_has_parts(monkeypatch):
     monkeypatch.setattr("cuattn.bench.host_time.REPEATS", 1)
-    rows = measure(np)
+    rows = measure(np, "float32")
     assert [row["pass"] for row in rows] == ["forward", "backward", "forward+backward"]
     assert all(row.keys() == {"pass", "allocation", "own"} for row in rows)
 

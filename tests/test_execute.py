@@ -1,6 +1,10 @@
 """cuattn.execute without a GPU: what is launched, in which order, with which pointers."""
 
+import ctypes
+import inspect
+import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +15,7 @@ from cuattn import execute
 from cuattn._arrays import LAYOUTS
 from cuattn.abi import structs
 from cuattn.abi.template import Template
+from cuattn.jit import launch
 from cuattn.jit.launch import Kernel
 from cuattn.planning.device import known_device
 from cuattn.planning.plan import parameters
@@ -21,6 +26,7 @@ BSHD = LAYOUTS["bshd"]
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 ARRAYS = {name: 256 * (i + 1) for i, name in enumerate((*TENSORS, "lse"))}
 FRESH = 1 << 40
+STREAM = 77
 
 
 class FakeArray:
@@ -32,19 +38,32 @@ class FakeArray:
 
 
 class FakeCupy:
-    """What execute asks of CuPy: memory, each time at another address."""
+    """What execute asks of CuPy: memory, each time at another address, and a stream."""
 
     def __init__(self):
-        self.made = []
-        self.cuda = SimpleNamespace(alloc=self.alloc)
+        self.made, self.waited, self.met = [], [], []
+        self.cuda = SimpleNamespace(
+            alloc=self.alloc,
+            get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
+            runtime=SimpleNamespace(
+                memGetInfo=lambda: self.met.append(threading.get_ident()),
+                streamSynchronize=self.waited.append,
+            ),
+            driver=SimpleNamespace(launchKernel=self.launch_kernel),
+        )
+        self.launches = []
 
     def alloc(self, nbytes):
         self.made.append(("alloc", nbytes))
-        return SimpleNamespace(ptr=FRESH + len(self.made))
+        return SimpleNamespace(ptr=FRESH * len(self.made))
 
     def zeros(self, size, dtype):
         self.made.append(("zeros", size, np.dtype(dtype)))
-        return FakeArray(FRESH + len(self.made), dtype)
+        return FakeArray(FRESH * len(self.made), dtype)
+
+    def launch_kernel(self, function, gx, gy, gz, bx, by, bz, smem_bytes, stream, params, extra):
+        self.launches.append((function, (gx, gy, gz), (bx, by, bz), smem_bytes, stream, params))
+        assert extra == 0
 
 
 @pytest.fixture
@@ -57,7 +76,12 @@ def launched(monkeypatch):
 
         def launcher(grid):
             struct = structs.FwdParams if "FwdParams" in unit.text else structs.BwdParams
-            return lambda args: launches.append((unit.name, grid, pointers(struct, *args)))
+
+            def launch(stream, arguments, extra):
+                assert (stream, extra) == (STREAM, 0)
+                launches.append((unit.name, grid, pointers(struct, arguments)))
+
+            return launch
 
         return SimpleNamespace(launcher=launcher)
 
@@ -70,9 +94,11 @@ def launched(monkeypatch):
     execute.forget()
 
 
-def pointers(struct, params):
-    """Every pointer of a packed struct by its template name."""
-    values = np.frombuffer(params.tobytes(), struct.dtype)[0]
+def pointers(struct, arguments):
+    """Every pointer of the struct that a list of one argument leads to, by its template name."""
+    address = ctypes.c_uint64.from_address(arguments).value
+    memory = (ctypes.c_uint8 * struct.dtype.itemsize).from_address(address)
+    values = np.frombuffer(bytes(memory), struct.dtype)[0]
     sizes = ("shape", "softmax_scale", "num_splits", "dq_sum_size")
     names = [name for name in struct.dtype.names if name not in sizes]
     return {name: int(values[name]["data"] if name in TENSORS else values[name]) for name in names}
@@ -104,9 +130,25 @@ def test_a_split_forward_launches_the_merge_with_the_same_workspace(launched):
     plan = plan_for(asked, H200)
     assert [name for name, _, _ in launched] == [each.kernel.name for each in plan.launches]
     assert "fwd_merge" in launched[1][0]
+    (_, out_size), (_, lse_size) = plan.workspace
     for _, _, given in launched:
-        assert (given["part_out"], given["part_lse"]) == (FRESH + 1, FRESH + 2)
-    assert sys.modules["cupy"].made == [("alloc", 4 * size) for _, size in plan.workspace]
+        assert given["part_out"] == FRESH
+        assert given["part_lse"] == FRESH + 4 * out_size
+    assert sys.modules["cupy"].made == [("alloc", 4 * (out_size + lse_size))]
+
+
+def test_buffers_of_a_workspace_are_aligned_and_do_not_meet(launched):
+    asked = run("backward", "bfloat16", shape=(1, 3, 5, 1, 1, 64, 64), out_dtype="float32")
+    sizes = [(name, 4 * size) for name, size in plan_for(asked, H200).workspace]
+    assert [name for name, _ in sizes] == ["delta", "dout_cast", "dq_sum"]
+    ((_, taken),) = sys.modules["cupy"].made
+    for _, _, given in launched:
+        end = FRESH
+        for name, size in sizes:
+            assert given[name] % 256 == 0
+            assert end <= given[name] < end + 256
+            end = given[name] + size
+        assert end <= FRESH + taken < end + 256
 
 
 def test_a_backward_launches_its_plan_in_order_with_every_pointer(launched):
@@ -116,7 +158,7 @@ def test_a_backward_launches_its_plan_in_order_with_every_pointer(launched):
         (launch.kernel.name, launch.grid) for launch in planned
     ]
     for _, _, given in launched:
-        assert given.pop("delta") == FRESH + 1
+        assert given.pop("delta") == FRESH
         assert given.pop("dlse") == 0
         assert (given.pop("dq_sum"), given.pop("dout_cast")) == (0, 0)
         assert given == {name: ARRAYS[name] for name in given}
@@ -187,31 +229,46 @@ def test_a_unit_names_its_kernel_configuration_and_launch_bounds():
         assert part in unit.text
 
 
-class FakeFunction:
-    """What CuPy's function takes."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, grid, block, args, shared_mem):
-        self.calls.append((grid, block, args, shared_mem))
-
-
 @pytest.mark.parametrize("synchronize", [False, True])
 def test_a_launcher_passes_what_it_was_made_for_and_waits_when_asked(monkeypatch, synchronize):
-    waited = []
-    stream = SimpleNamespace(synchronize=lambda: waited.append(1))
-    cuda = SimpleNamespace(get_current_stream=lambda: stream)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    function = FakeFunction()
-    launch = Kernel("cuattn_x", function, (64, 1, 1), 512, synchronize).launcher(7)
-    launch(("params",))
-    assert function.calls == [((7, 1, 1), (64, 1, 1), ("params",), 512)]
-    assert waited == [1] * synchronize
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    function = SimpleNamespace(ptr=99)
+    Kernel("cuattn_x", function, (64, 1, 1), 512, synchronize).launcher(7)(STREAM, 1234, 0)
+    assert cupy.launches == [(99, (7, 1, 1), (64, 1, 1), 512, STREAM, 1234)]
+    assert cupy.waited == [STREAM] * synchronize
+
+
+def test_every_thread_meets_the_context_of_a_device_once(monkeypatch):
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(launch, "_thread", launch._Thread())
+
+    def launch_twice_on_each():
+        for device_id in (0, 1, 0, 1):
+            assert launch.current_stream(device_id) == STREAM
+
+    launch_twice_on_each()
+    other = threading.Thread(target=launch_twice_on_each)
+    other.start()
+    other.join()
+    assert len(cupy.met) == 4
+    assert cupy.met.count(threading.get_ident()) == 2
+
+
+def test_cupy_has_the_launch_that_is_used():
+    """Its parameters by number and order, where CuPy is installed; it needs no device."""
+    driver = pytest.importorskip("cupy_backends.cuda.api.driver")
+    assert re.fullmatch(
+        r"launchKernel\(.* f, .* grid_dim_x, .* grid_dim_y, .* grid_dim_z, .* block_dim_x, "
+        r".* block_dim_y, .* block_dim_z, .* shared_mem_bytes, .* stream, .* kernel_params, "
+        r".* extra\)",
+        inspect.getdoc(driver.launchKernel),
+    )
 
 
 @pytest.mark.parametrize("grid", [-1, 0, 2**31])
 def test_a_grid_that_no_device_launches_is_refused(grid):
-    kernel = Kernel("cuattn_x", FakeFunction(), (64, 1, 1), 0, synchronize=False)
+    kernel = Kernel("cuattn_x", SimpleNamespace(ptr=99), (64, 1, 1), 0, synchronize=False)
     with pytest.raises(ValueError, match=f"cuattn_x: got a grid of {grid}; expected 1 to"):
         kernel.launcher(grid)

@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from cuattn.abi.types import Pointer, Struct
+
+#: Bytes of an address.
+WORD = 8
 
 
 class Template:
@@ -28,24 +29,25 @@ class Template:
     """
 
     def __init__(self, struct: Struct, values: Mapping[str, Any]) -> None:
-        self._words = array("Q", struct.pack(values).tobytes())
-        self._slots = {name: offset // 8 for name, offset in _pointers(struct, 0)}
-        # why: CuPy passes a NumPy scalar by value, and copies one without fields several times
-        # faster than a structured one of the same bytes
-        self._dtype = np.dtype((np.void, struct.dtype.itemsize))
+        self._words = array("Q", b"\0" * WORD + struct.pack(values).tobytes())
+        self._slots = {name: 1 + offset // WORD for name, offset in _pointers(struct, 0)}
 
     @property
     def pointers(self) -> tuple[str, ...]:
-        """The names that ``with_pointers`` takes, in the order of the struct."""
+        """The names that ``arguments`` takes, in the order of the struct."""
         return tuple(self._slots)
 
-    def with_pointers(self, addresses: Mapping[str, int]) -> np.void:
-        """Return the struct's bytes with these device addresses (0 is null), to pass by value."""
+    def arguments(self, addresses: Mapping[str, int]) -> array[int]:
+        """The arguments of a kernel that takes the struct with these device addresses (0 is null).
+
+        A list of one address in host memory, as ``cuLaunchKernel`` takes it (``kernelParams``), and
+        behind it the struct that it points to. A launch copies the struct before it returns.
+        """
         words, slots = self._words[:], self._slots
         for name, address in addresses.items():
             words[slots[name]] = address
-        parameters: np.void = np.frombuffer(words, self._dtype)[0]
-        return parameters
+        words[0] = words.buffer_info()[0] + WORD
+        return words
 
 
 def _pointers(struct: Struct, base: int) -> Iterator[tuple[str, int]]:

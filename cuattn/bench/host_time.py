@@ -28,7 +28,7 @@ from cuattn.bench.timing import rounds
 from cuattn.bench.workloads import normal
 from cuattn.check import cuda_or_why
 
-SHAPE, DTYPE = (1, 64, 4, 64), "float32"
+SHAPE, DTYPES = (1, 64, 4, 64), ("bfloat16", "float32")
 #: Calls of a burst: fewer than a stream takes before its host waits.
 CALLS, REPEATS = 50, 60
 
@@ -40,9 +40,9 @@ def _microseconds(xp: Any, function: Callable[[], object]) -> tuple[float, float
     return 1e6 * min(seconds), 1e6 * statistics.median(seconds)
 
 
-def measure(xp: Any) -> list[dict[str, Any]]:
+def measure(xp: Any, dtype: str) -> list[dict[str, Any]]:
     """One row for the forward, one for the backward, one for both."""
-    q, k, v, dout = normal(xp, 4, SHAPE, DTYPE)
+    q, k, v, dout = normal(xp, 4, SHAPE, dtype)
     device = None if xp is np else q.device.id
     out, res = cuattn.attention_forward(q, k, v)
 
@@ -69,7 +69,8 @@ def measure(xp: Any) -> list[dict[str, Any]]:
         with no_engine():
             without, _ = _microseconds(xp, call)
         allocation, _ = _microseconds(xp, partial(allocate, arrays))
-        row: dict[str, Any] = {"pass": name, "allocation": allocation, "own": without - allocation}
+        row: dict[str, Any] = {"dtype": dtype, "pass": name}
+        row |= {"allocation": allocation, "own": without - allocation}
         if xp is not np:
             row["total"], row["median"] = _microseconds(xp, call)
             row["launch"] = row["total"] - without
@@ -97,10 +98,11 @@ def main() -> int:
     trouble = cuda_or_why()
     if trouble:
         print(f"NumPy arrays, no engine: {trouble}")
-    rows = measure(np if trouble else import_module("cupy"))
+    xp = np if trouble else import_module("cupy")
+    rows = [row for dtype in DTYPES for row in measure(xp, dtype)]
     for row in rows:
-        parts = ", ".join(f"{part} {row[part]:.1f}" for part in row if part != "pass")
-        print(f"{row['pass']:17} us a call: {parts}")
+        parts = ", ".join(f"{part} {row[part]:.1f}" for part in list(row)[2:])
+        print(f"{row['dtype']:8} {row['pass']:17} us a call: {parts}")
     write(arguments.json, rows)
     return 0
 

@@ -1,15 +1,14 @@
-"""From a unit to a kernel on the current device, and its launch on CuPy's current stream."""
+"""From a unit to a kernel on the current device, and its launch on a stream."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
-
-import numpy as np
 
 from cuattn.jit.cache import Entry, cache_key, default_cache
 from cuattn.jit.compile import CompileOptions, debugging, nvrtc_version
@@ -20,19 +19,15 @@ _DEFAULT_SMEM_BYTES = 48 * 1024
 
 _MAX_GRID = 2**31 - 1
 
-Launcher = Callable[[tuple[np.void, ...]], None]
+#: Takes a stream, the host address of a list of the arguments' addresses, and 0 for no other way to
+#: pass them: the last three parameters of ``cuLaunchKernel``.
+Launcher = Callable[[int, int, int], None]
 
 
 class _Function(Protocol):
     """What is used of cupy.cuda.function.Function."""
 
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        args: tuple[np.void, ...],
-        shared_mem: int,
-    ) -> None: ...
+    ptr: int
 
 
 class _RawKernel(Protocol):
@@ -51,7 +46,7 @@ class Kernel:
     name : str
         The kernel's readable name.
     function : cupy.cuda.function.Function
-        The loaded function.
+        The loaded function; a launcher needs it alive.
     block : (int, int, int)
         Threads of a block.
     smem_bytes : int
@@ -67,7 +62,7 @@ class Kernel:
     synchronize: bool
 
     def launcher(self, grid: int) -> Launcher:
-        """What launches ``grid`` blocks on CuPy's current stream of the current device.
+        """What launches ``grid`` blocks on a stream of the current device.
 
         Parameters
         ----------
@@ -77,26 +72,48 @@ class Kernel:
         Returns
         -------
         launcher : callable
-            Takes the kernel's arguments as a tuple: the parameter struct as numpy.void, which is
-            passed by value (``abi.template.Template``).
+            ``launcher(stream, arguments, 0)``, with the stream of ``current_stream`` and the
+            address of what ``abi.template.Template.arguments`` returned.
 
         Raises
         ------
         ValueError
-            The grid is none that a device can launch: CuPy would launch one block for zero, and
-            wrap a larger number.
+            The grid is none that a device can launch: the driver would refuse zero with an error
+            that names nothing, and CuPy wraps a larger number.
         """
         if not 0 < grid <= _MAX_GRID:
             raise ValueError(f"{self.name}: got a grid of {grid}; expected 1 to {_MAX_GRID}")
-        launch = partial(self.function, (grid, 1, 1), self.block, shared_mem=self.smem_bytes)
+        # why not the function itself: it takes a microsecond more for every launch
+        driver_launch = sys.modules["cupy"].cuda.driver.launchKernel
+        launch = partial(driver_launch, self.function.ptr, grid, 1, 1, *self.block, self.smem_bytes)
         return partial(_and_wait, launch) if self.synchronize else launch
 
 
-def _and_wait(launch: Launcher, arguments: tuple[np.void, ...]) -> None:
-    import cupy
+def _and_wait(launch: Launcher, stream: int, arguments: int, extra: int) -> None:
+    launch(stream, arguments, extra)
+    sys.modules["cupy"].cuda.runtime.streamSynchronize(stream)
 
-    launch(arguments)
-    cupy.cuda.get_current_stream().synchronize()
+
+class _Thread(threading.local):
+    """The devices whose contexts a thread has met."""
+
+    def __init__(self) -> None:
+        self.met: set[int] = set()
+
+
+_thread = _Thread()
+
+
+def current_stream(device_id: int) -> int:
+    """CuPy's current stream in this thread, for launches on the current device, ``device_id``."""
+    cuda = sys.modules["cupy"].cuda
+    if device_id not in _thread.met:
+        # why: the driver launches into the context of the calling thread, which has none before
+        # the runtime was asked for something that needs one
+        cuda.runtime.memGetInfo()
+        _thread.met.add(device_id)
+    stream: int = cuda.get_current_stream().ptr
+    return stream
 
 
 _kernels: dict[tuple[int, str, int], Kernel] = {}
