@@ -168,6 +168,28 @@ def test_accepts_weights_rounded_at_another_scale(problem: Problem, dtype: str) 
     assert_accepted("out", out.astype(q.dtype), wanted)
 
 
+def test_accepts_weights_below_the_normal_numbers() -> None:
+    """Key 128 is seen by one row, with a weight that float16 holds to one digit or two."""
+    causal = {"causal": True, "softmax_scale": 1.0}
+    problem = Problem("float16", "bshd", 1, 129, 129, 1, 1, 33, 33, **causal)
+    q, k, v = problem.arrays()
+    dout, _ = problem.cotangents()
+    oracle = problem.oracle
+    out = reference.forward(q, k, v, **oracle, dtype=np.float32)[0].astype(q.dtype)
+    expected = expected_backward(q, k, v, out, dout, None, **oracle)
+    Q, K, V, dO, its_out = (a[0, :, 0].astype(np.float32) for a in (q, k, v, dout, out))
+    visible = reference.visible_pairs(oracle["band"], 129, 129)
+    weights = reference.softmax_rows(Q, K, visible, oracle["softmax_scale"])
+    P = weights.normalised(weights.W).astype(np.float16)
+    assert 0 < P[128, 128] < np.finfo(np.float16).smallest_normal
+    delta = (dO * its_out).sum(axis=1, keepdims=True)
+    dS = (P.astype(np.float32) * (dO @ V.T - delta)).astype(np.float16)
+    dk = (dS.T.astype(np.float32) @ Q)[None, :, None].astype(np.float16)
+    assert_accepted("dk", dk, expected[1])
+    dk[0, 128] *= np.float16(2)
+    assert not compare(dk, expected[1]).accepted
+
+
 def test_sums_rounded_towards_zero_double_eps_and_nothing_else(case: Case) -> None:
     given = {"band": CAUSAL, "softmax_scale": SCALE}
     usual = expected_forward(case.q, case.k, case.v, **given)[0].bound

@@ -14,7 +14,8 @@ low   the dense formula as a good kernel rounds it: q k^T, softmax and every sum
 luck  low is one draw of the roundings to 16 bits, and one in which the largest weight of a row, 1,
       is exact. Where few elements decide it may be a lucky one. Four standard deviations of the sum
       of these roundings, each evenly spread over half a unit to either side, or all of them in one
-      direction where that is less. Of many elements the largest |low - ref| is more than half that
+      direction where that is less. Of many elements the largest |low - ref| is more than half that.
+      A unit is never less than that of the dtype's smallest normal number
 unit  half of one in the last place of the result's own dtype, to which it is rounded once
 eps   of the accumulator dtype; twice that where sums are rounded towards zero, as tensor cores
       round them: there the error of one addition is a whole unit in the last place, not half
@@ -327,7 +328,7 @@ def _gradient_terms(
     terms, magnitudes, squares = (
         (np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) for _ in range(3)
     )
-    scale, total = abs(softmax_scale), reference.visible_product
+    scale, total, tiny = abs(softmax_scale), reference.visible_product, smallest_normal(dtype)
     for b, h, h_kv, head in _heads(q, k, band, softmax_scale):
         dO, V, D = dout[b, :, h], v[b, :, h_kv], dlse[b, h].astype(out.dtype)
         with np.errstate(all="ignore"):
@@ -336,11 +337,17 @@ def _gradient_terms(
             dP = np.abs(dO @ V.T + (D - along.sum(axis=1))[:, None])
             loose = SCORE_SHARE * (head.A + head.lse_terms[:, None])
             # P and then dS are rounded; a rounded dout stands in every product of dP and delta.
-            twice, spread = 2 * head.P * dP, 2 * (head.P * dP) ** 2
+            rounded = np.maximum(head.P, tiny), np.maximum(head.P * dP, tiny)
+            twice = rounded[0] * dP + rounded[1]
+            spread = (rounded[0] * dP) ** 2 + rounded[1] ** 2
             if rounds_dout:
                 twice = twice + head.P * sums
                 spread += head.P**2 * (dO**2 @ (V**2).T + (along**2).sum(axis=1)[:, None])
-            P = head.P * (1 + loose), (1 + rounds_dout) * head.P, (1 + rounds_dout) * head.P**2
+            P = (
+                head.P * (1 + loose),
+                rounded[0] + rounds_dout * head.P,
+                rounded[0] ** 2 + rounds_dout * head.P**2,
+            )
             dS = head.P * (sums + loose * dP), twice, spread
             seen = head.visible
             for i, (into, power) in enumerate(((terms, 1), (magnitudes, 1), (squares, 2))):
