@@ -85,7 +85,7 @@ def test_host_time_has_parts(monkeypatch):
     monkeypatch.setattr("cuattn.bench.host_time.REPEATS", 1)
     rows = measure(np, "float32")
     assert [row["pass"] for row in rows] == ["forward", "backward", "forward+backward"]
-    assert all(row.keys() == {"pass", "allocation", "own"} for row in rows)
+    assert all(row.keys() == {"dtype", "pass", "allocation", "own"} for row in rows)
 
 
 def test_without_an_engine_nothing_is_computed():

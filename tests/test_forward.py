@@ -38,6 +38,13 @@ def test_few_rows_and_many_keys(engine, dtype, causal):
     check_forward(engine, problem.within(engine.dtypes))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_of_a_part_of_the_keys(engine, dtype):
+    """Keys are split by the longest row; test_plan says that the first rows have empty parts."""
+    problem = Problem(dtype, "bshd", 1, 1030, 1030, 1, 1, 64, 64, causal=True, align="top_left")
+    check_forward(engine, problem.within(engine.dtypes))
+
+
 def test_more_heads_than_a_grid_axis_holds(engine):
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 65540, 4, 1, 4)).astype(np.float32)

@@ -17,7 +17,7 @@ from cuattn.planning.device import KNOWN, Device, known_device
 from cuattn.planning.families import FAMILIES, every_spec
 from cuattn.planning.family import MAX_GRID
 from cuattn.planning.plan import ITEMSIZE
-from cuattn.planning.schedule import ceil_div
+from cuattn.planning.schedule import RangeSchedule, ceil_div
 from cuattn.planning.select import plan_for
 from cuattn.planning.simt import grid
 from cuattn.planning.sm80 import SM80, smem_bytes
@@ -191,6 +191,15 @@ def test_few_query_tiles_split_the_keys_to_fill_the_device():
     assert short.num_splits == 1  # a split of so few keys would not pay
 
 
+def test_a_part_of_the_keys_may_be_empty_for_some_rows():
+    """The problem of test_forward.test_rows_that_see_nothing_of_a_part_of_the_keys."""
+    asked = record.problem("forward", "bfloat16", shape=(1, 1030, 1030, 1, 1, 64, 64))
+    made = plan_for(asked, H200)
+    config = dict(made.launches[0].kernel.config)
+    schedule = RangeSchedule.of(asked, config["block_m"], config["block_n"])
+    assert len(list(schedule.key_tiles(0))) < made.num_splits
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_one_number_a_row(dtype):
     asked = record.problem("backward", dtype, shape=LARGE)
@@ -265,7 +274,8 @@ def test_a_grid_covers_every_row_key_and_head_dim(shape):
         config = dict(launch.kernel.config)
         if "block_m" not in config:
             rows = batch * heads_q * seqlen_q  # prepare: eight lanes a row
-            assert launch.grid == ceil_div(rows * 8, launch.kernel.num_threads)
+            lanes = launch.kernel.num_threads * config["rows_per_thread"]
+            assert launch.grid == ceil_div(rows * 8, lanes)
             continue
         kernel = re.match(r"cuattn_(fwd|bwd_q|bwd_kv)", launch.kernel.name)[1]
         length, heads, dims = owned[kernel]
@@ -305,7 +315,6 @@ def test_16_bit_tiles_go_from_large_to_small_and_the_last_fits_all(key):
     assert len(tiles) <= len(RANKS)
     smallest = min(device.smem_per_block for device in DEVICES if SM80.lacking(device) is None)
     assert smem_bytes(kernel, block_d, tiles[-1]) <= smallest
-    assert tiles[-1].min_keys == 0
     shape = (2, 4096, 4096, 16, 16, block_d, block_d)
     op = "forward" if kernel == "fwd" else "backward"
     large = record.problem(op, "bfloat16", shape=shape)

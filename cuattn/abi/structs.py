@@ -160,6 +160,7 @@ PrepareConfig = Struct(
     Field("dtype", DTYPE, "of q, k and v"),
     Field("out_dtype", DTYPE, "of out and dout"),
     Field("casts_dout", I32, "1: writes dout_cast"),
+    Field("rows_per_thread", I32, "query rows that a thread works for, one after another"),
     Field("num_threads", I32, "of the thread block"),
 )
 

@@ -17,7 +17,9 @@ from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import ceil_div
 
 MAX_GRID = 2**31 - 1
-_PREPARE_THREADS, _PREPARE_LANES = 128, 8
+#: Of the kernel that a backward begins with: 8 threads a row, each for some rows.
+PREPARE_THREADS, PREPARE_ROWS = 128, 4
+PREPARE_ROWS_OF_BLOCK = PREPARE_THREADS // 8 * PREPARE_ROWS
 _WRT = {"q": Wrt.Dq, "k": Wrt.Dk, "v": Wrt.Dv}
 
 
@@ -97,11 +99,12 @@ def prepare_spec(dtype: str, out_dtype: str, *, casts_dout: bool = False) -> Ker
             ("dtype", DType.of(dtype)),
             ("out_dtype", DType.of(out_dtype)),
             ("casts_dout", int(casts_dout)),
-            ("num_threads", _PREPARE_THREADS),
+            ("rows_per_thread", PREPARE_ROWS),
+            ("num_threads", PREPARE_THREADS),
         ),
         params_struct="BwdParams",
-        num_threads=_PREPARE_THREADS,
-        min_blocks=1,
+        num_threads=PREPARE_THREADS,
+        min_blocks=8,
         smem_bytes=0,
     )
 
@@ -109,4 +112,4 @@ def prepare_spec(dtype: str, out_dtype: str, *, casts_dout: bool = False) -> Ker
 def prepare_launch(problem: AttentionProblem, *, casts_dout: bool = False) -> Launch:
     """The first launch of a backward."""
     spec = prepare_spec(problem.dtype, problem.out_dtype, casts_dout=casts_dout)
-    return Launch(spec, ceil_div(num_rows(problem) * _PREPARE_LANES, _PREPARE_THREADS))
+    return Launch(spec, ceil_div(num_rows(problem), PREPARE_ROWS_OF_BLOCK))

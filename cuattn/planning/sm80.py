@@ -107,8 +107,6 @@ class Sm80:
         for tile in tiles:
             blocks = _grid(kernel, tile, problem)
             if kernel == "fwd":
-                if problem.seqlen_k < tile.min_keys:
-                    continue
                 blocks *= _most_splits(tile, problem)
             if blocks >= device.num_sms and own > tile.own(kernel) // 2:
                 return tile

@@ -104,8 +104,7 @@ class Sm80Tile:
     min_blocks: int  # blocks that an SM must be able to hold: bounds the registers of a thread
     held_steps: int = 0  # 16 dims each of q that stay in registers, in a forward
     num_stages: int = 2  # tiles of K and V in shared memory, in a forward
-    min_keys: int = 0  # the forward takes the tile for so many keys or more
-    max_spill_bytes: int = 0  # what may go to local memory where all 255 registers are taken
+    max_spill_bytes: int = 0  # what may go to local memory where all registers are taken
 
     def own(self, kernel: str) -> int:
         """Positions that a block owns: keys in the backward over keys, queries elsewhere."""
@@ -113,52 +112,76 @@ class Sm80Tile:
 
 
 #: By kernel and bucket, the largest tile first; the last one fits every device. Numbers are TFLOP/s
-#: on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size 2048, seqlen 4096, full,
-#: 2026-11-29; a backward counts 2.5 times its forward. Buckets 32, 96 and 192 take the shapes of
-#: their neighbours. What else was tried is in kernels_cu/TUNING.md.
+#: on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size about 2048, seqlen 4096, full,
+#: 2026-11-30, alternatives in turn; a backward counts 2.5 times its forward, bwd_q 1.5 times (with
+#: the kernel that computes delta). What else was tried is in kernels_cu/TUNING.md.
 SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
-    ("fwd", 32): (Sm80Tile(128, 64, 32, 2, 2), Sm80Tile(64, 64, 16, 2, 2)),
+    ("fwd", 32): (
+        Sm80Tile(128, 64, 32, 3, 2),  # 236; two blocks an SM 205, 128 x 128 233
+        Sm80Tile(64, 64, 16, 2, 2),  # 212
+    ),
     ("fwd", 64): (
-        Sm80Tile(128, 128, 32, 2, max_spill_bytes=128),  # 330; 128 x 64 with Q held 317
+        Sm80Tile(128, 128, 32, 2, max_spill_bytes=128),  # 332; 128 x 64 with Q held 317
         Sm80Tile(64, 64, 16, 2, 4),  # 243
     ),
-    ("fwd", 96): (Sm80Tile(128, 64, 32, 2), Sm80Tile(64, 64, 16, 2, 6)),
+    ("fwd", 96): (
+        Sm80Tile(128, 64, 32, 2),  # 352; 128 x 96 347, two steps held 346
+        Sm80Tile(64, 64, 16, 2, 6),  # 282
+    ),
     ("fwd", 128): (
         Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 377; with one stage 364
         Sm80Tile(64, 64, 16, 2, 8),  # 264
     ),
-    ("fwd", 192): (Sm80Tile(128, 64, 16, 1, 12, min_keys=1024), Sm80Tile(64, 64, 16, 2, 8, 1)),
-    ("fwd", 256): (
-        # 331; at seqlen 512 248, causal 166
-        Sm80Tile(128, 64, 16, 1, 12, min_keys=1024, max_spill_bytes=128),
-        Sm80Tile(64, 64, 16, 2, 8, 1, max_spill_bytes=128),  # 323; at seqlen 512 243, causal 185
+    # Of 8 or 12 steps held and 128 x 64 in one block an SM, the best at most lengths.
+    ("fwd", 192): (Sm80Tile(64, 64, 16, 2, 12, 1),),  # 334, 8 held 327, 128 x 64 320
+    ("fwd", 256): (Sm80Tile(64, 64, 16, 2, 8, 1, max_spill_bytes=128),),  # 328, 128 x 64 331
+    ("bwd", 32): (
+        Sm80Tile(64, 128, 32, 2, max_spill_bytes=128),  # 223; 128 queries in one block an SM 209
+        Sm80Tile(64, 64, 16, 2),  # 180, one block an SM 121
     ),
-    ("bwd", 32): (Sm80Tile(128, 128, 32, 1), Sm80Tile(64, 64, 16, 1)),
     ("bwd", 64): (
-        Sm80Tile(128, 128, 32, 1, max_spill_bytes=128),  # 276; 96 queries 264
-        Sm80Tile(64, 128, 32, 1),  # 213
-        Sm80Tile(64, 64, 16, 1),  # 146
+        Sm80Tile(128, 128, 32, 1, max_spill_bytes=128),  # 277; 96 queries 264, 64 239
+        Sm80Tile(64, 64, 16, 2),  # 234, one block an SM 176
     ),
-    ("bwd", 96): (Sm80Tile(64, 128, 32, 1), Sm80Tile(32, 64, 16, 1)),
+    ("bwd", 96): (
+        Sm80Tile(64, 128, 32, 1),  # 280
+        Sm80Tile(64, 64, 16, 2, max_spill_bytes=128),  # 246, one block an SM 208
+    ),
     ("bwd", 128): (
-        Sm80Tile(64, 128, 32, 1, max_spill_bytes=128),  # 313
-        Sm80Tile(32, 128, 32, 1),  # 237
-        Sm80Tile(32, 64, 16, 1),
+        Sm80Tile(64, 128, 32, 1, max_spill_bytes=128),  # 314
+        Sm80Tile(32, 128, 32, 1),  # 266
+        Sm80Tile(32, 64, 16, 1),  # 180
     ),
     ("bwd", 192): (
-        Sm80Tile(64, 64, 16, 1),
-        Sm80Tile(32, 64, 16, 1),
-        Sm80Tile(16, 32, 16, 1),
+        Sm80Tile(64, 64, 16, 1),  # 262
+        Sm80Tile(32, 64, 16, 1),  # 221
+        Sm80Tile(16, 32, 16, 1),  # 172
     ),
     ("bwd", 256): (
-        Sm80Tile(64, 64, 16, 1, max_spill_bytes=128),  # 270
-        Sm80Tile(32, 64, 16, 1),  # 241
-        Sm80Tile(16, 32, 16, 1),
+        Sm80Tile(64, 64, 16, 1, max_spill_bytes=128),  # 271
+        Sm80Tile(32, 64, 16, 1),  # 235
+        Sm80Tile(16, 32, 16, 1),  # 181
     ),
-    ("bwd_q", 32): (Sm80Tile(64, 64, 16, 2),),
-    ("bwd_q", 64): (Sm80Tile(64, 64, 16, 2),),
-    ("bwd_q", 96): (Sm80Tile(64, 64, 16, 2),),
-    ("bwd_q", 128): (Sm80Tile(64, 64, 16, 2),),
-    ("bwd_q", 192): (Sm80Tile(64, 64, 16, 1), Sm80Tile(32, 32, 16, 1)),
-    ("bwd_q", 256): (Sm80Tile(64, 32, 16, 1), Sm80Tile(32, 32, 16, 1)),
+    ("bwd_q", 32): (
+        Sm80Tile(128, 32, 32, 3),  # 246; 128 x 64 in two blocks an SM 243
+        Sm80Tile(64, 64, 16, 2),  # 220
+    ),
+    ("bwd_q", 64): (
+        Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 329; 128 x 32 305
+        Sm80Tile(64, 64, 16, 2),  # 271
+    ),
+    ("bwd_q", 96): (
+        Sm80Tile(128, 48, 32, 2, max_spill_bytes=128),  # 345; 128 x 32 309
+        Sm80Tile(64, 64, 16, 2),  # 287
+    ),
+    ("bwd_q", 128): (
+        Sm80Tile(128, 32, 32, 2, max_spill_bytes=128),  # 363; 128 x 16 307
+        Sm80Tile(64, 32, 16, 2),  # 257
+    ),
+    ("bwd_q", 192): (Sm80Tile(64, 32, 16, 2),),  # 290; 64 x 64 266, 64 x 16 242
+    ("bwd_q", 256): (
+        Sm80Tile(128, 32, 16, 1),  # 272; 64 x 64 252, with spills
+        Sm80Tile(64, 32, 16, 1),  # 223
+        Sm80Tile(32, 32, 16, 1),  # 226
+    ),
 }

@@ -122,10 +122,11 @@ struct MergeConfig {
 
 // One specialisation of the kernel that comes first in a backward.
 struct PrepareConfig {
-  DType dtype;      // of q, k and v
-  DType out_dtype;  // of out and dout
-  i32 casts_dout;   // 1: writes dout_cast
-  i32 num_threads;  // of the thread block
+  DType dtype;          // of q, k and v
+  DType out_dtype;      // of out and dout
+  i32 casts_dout;       // 1: writes dout_cast
+  i32 rows_per_thread;  // query rows that a thread works for, one after another
+  i32 num_threads;      // of the thread block
 };
 
 // The layout as NumPy sees it.
@@ -215,11 +216,12 @@ static_assert(CUATTN_OFFSETOF(MergeConfig, dtype) == 0);
 static_assert(CUATTN_OFFSETOF(MergeConfig, out_dtype) == 4);
 static_assert(CUATTN_OFFSETOF(MergeConfig, block_d) == 8);
 static_assert(CUATTN_OFFSETOF(MergeConfig, num_threads) == 12);
-static_assert(sizeof(PrepareConfig) == 16);
+static_assert(sizeof(PrepareConfig) == 20);
 static_assert(alignof(PrepareConfig) == 4);
 static_assert(CUATTN_OFFSETOF(PrepareConfig, dtype) == 0);
 static_assert(CUATTN_OFFSETOF(PrepareConfig, out_dtype) == 4);
 static_assert(CUATTN_OFFSETOF(PrepareConfig, casts_dout) == 8);
-static_assert(CUATTN_OFFSETOF(PrepareConfig, num_threads) == 12);
+static_assert(CUATTN_OFFSETOF(PrepareConfig, rows_per_thread) == 12);
+static_assert(CUATTN_OFFSETOF(PrepareConfig, num_threads) == 16);
 
 }  // namespace cuattn

@@ -43,7 +43,6 @@ struct BackwardSm80Q {
     KeyStream<kThreads, KeyTile, Element, decltype(same_work)> stream(
         shared + 2 * QTile::kBytes, params.k, params.v, shape, tiles.end - 1,
         schedule.key_range(work.block).end, same_work);
-    const softmax::Log2Units units(params.softmax_scale);
 
     const f32* lse = static_cast<const f32*>(params.lse);
     const f32* delta = static_cast<const f32*>(params.delta);
@@ -57,7 +56,8 @@ struct BackwardSm80Q {
           softmax::row_statistics(lse, delta, row_offset, rows.begin + Scores::row_of(i), rows.end);
       is_rare |= !(::fabsf(statistics[i].lse) <= softmax::Log2Units::kLargeLse);
     }
-    is_rare = ptx::any_of_warp(is_rare);  // then by finished scores
+    is_rare = ptx::any_of_warp(is_rare);  // then logarithms of P come first
+    const softmax::Log2Units units(is_rare ? 0.0 : params.softmax_scale);
 
     if (tiles.begin < tiles.end) {
       const auto seen = [&](int row) {
@@ -91,23 +91,19 @@ struct BackwardSm80Q {
       tile::gemm_nt<Element, kDims>(rP, bQ, bK);
       tile::gemm_nt<Element, kDims>(rdS, bdO, bV);
       if (is_rare) {
-        softmax::scale_scores(rP, static_cast<f32>(params.softmax_scale));
+        const f32 scale = static_cast<f32>(params.softmax_scale);
+        Scores::each([&](int i, int j) {
+          rP.at(i, j) = softmax::log_probability(rP.at(i, j), scale, statistics[i].lse);
+        });
       } else {
         softmax::Log2Units::bring(rP, params.softmax_scale);
       }
       softmax::mask_scores(rP, schedule.kind(work.block, n_block),
                            [&](int row) { return schedule.keys_of(rows.begin + row) - key_begin; });
-      if (is_rare) {
-        Scores::each([&](int i, int j) {
-          rP.at(i, j) = softmax::probability(rP.at(i, j), statistics[i].lse);
-        });
-      } else {
-        Scores::each([&](int i, int j) {
-          rP.at(i, j) = softmax::probability(units, rP.at(i, j), statistics[i].lse * f32(kLog2E));
-        });
-      }
       Scores::each([&](int i, int j) {
-        rdS.at(i, j) = softmax::score_gradient(rP.at(i, j), rdS.at(i, j), statistics[i].delta);
+        const f32 lse = is_rare ? 0.0f : statistics[i].lse * f32(kLog2E);
+        const f32 p = softmax::probability(units, rP.at(i, j), lse);
+        rdS.at(i, j) = softmax::score_gradient(p, rdS.at(i, j), statistics[i].delta);
       });
 #pragma unroll
       for (int step = 0; step < C.block_n; step += 16) {

@@ -185,7 +185,7 @@ struct BackwardSm80 {
           at.weigh(rS, operand, group, stage,
                    [&](f32 score, f32 lse) { return softmax::probability(units, score, lse); });
         }
-        ptx::arrive_named(1 + group, 2 * kWarpSize);
+        ptx::sync_named(1 + group, 2 * kWarpSize);
         if (kWantsDq) at.add_dq(params, tile_before, stage ^ 1);
       } else {
         ptx::sync_named(1 + group, 2 * kWarpSize);

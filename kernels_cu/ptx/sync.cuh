@@ -1,7 +1,7 @@
 // Barriers and shuffles. Layer: ptx.
 //
-// source: PTX ISA, "Parallel Synchronization and Communication Instructions": bar.sync, bar.arrive,
-// bar.red, bar.warp.sync, vote.sync, shfl.sync.
+// source: PTX ISA, "Parallel Synchronization and Communication Instructions": bar, barrier,
+// bar.warp.sync, vote.sync, shfl.sync.
 #pragma once
 #include "base/prelude.cuh"
 
@@ -14,13 +14,12 @@ CUATTN_DEVICE void sync_warp() { __syncwarp(); }
 CUATTN_DEVICE bool sync_cta_or(bool said) { return __syncthreads_or(said); }
 CUATTN_DEVICE bool any_of_warp(bool said) { return __any_sync(kFullWarp, said); }
 
-// A barrier of some warps: `threads` of them arrive, those that sync also wait. Barrier 0 is the
-// CTA's, 1 to 15 are free.
+// A barrier of some warps, of so many threads, which may come to it by different ways: so the form
+// that is not .aligned. Barrier 0 is the CTA's, 1 to 15 are free.
+// why no barrier.arrive for those that need not wait: it gave nothing, and racecheck loses the
+// order.
 CUATTN_DEVICE void sync_named(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-CUATTN_DEVICE void arrive_named(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 template <class T>

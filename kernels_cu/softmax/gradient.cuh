@@ -45,6 +45,11 @@ CUATTN_DEVICE f32 probability(const Log2Units& units, f32 score, f32 lse) {
   return units.weight(score, lse);
 }
 
+// Its natural logarithm, where lse is so large that its rounded product would be far off.
+CUATTN_DEVICE f32 log_probability(f32 product, f32 softmax_scale, f32 lse) {
+  return product * softmax_scale - lse;
+}
+
 template <class T>
 CUATTN_DEVICE T score_gradient(T p, T dp, T delta) {
   return p * (dp - delta);

@@ -6,7 +6,7 @@
 //                  however large the scores. Costs two multiplications a score.
 //   Log2Units      products as they come: exp2(s * scale - m * scale), one fused multiply-add. The
 //                  second product is rounded, by 2^-24 of itself; where that is much, the
-//                  differences are taken first, and a backward goes by finished scores.
+//                  differences are taken first.
 #pragma once
 #include "base/prelude.cuh"
 #include "ptx/math.cuh"
@@ -36,6 +36,7 @@ struct Log2Units {
 
   f32 scale;  // of a product, or of what `bring` makes of it; above 0
 
+  // A softmax_scale of 0 is for finished scores.
   CUATTN_DEVICE explicit Log2Units(f64 softmax_scale)
       : scale(softmax_scale > 0 ? f32(softmax_scale) * f32(kLog2E) : f32(kLog2E)) {}
 
