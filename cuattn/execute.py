@@ -29,7 +29,7 @@ from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import ceil_div
 from cuattn.planning.select import plan_for
 
-#: Bytes to which buffers of a workspace are aligned: a memory transaction's, as allocations are.
+#: Bytes to which buffers of a workspace are aligned, as allocations are at least.
 _ALIGNMENT = 256
 
 
@@ -71,6 +71,7 @@ class Executable:
         units = [unit_of(launch.kernel) for launch in plan.launches]
         for _ in build(units, CompileOptions(plan.device.arch, lineinfo=debugging())):
             pass  # all of a plan side by side, before `load` asks for each
+        # Held, for a launcher knows no more of its function than the address.
         self._kernels = [
             load(unit, plan.device.arch, launch.kernel.smem_bytes)
             for unit, launch in zip(units, plan.launches, strict=True)

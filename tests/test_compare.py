@@ -144,28 +144,45 @@ class AtAnotherScale:
         return in_order(rounded, b)
 
 
+def out_at_another_scale(q, k, v, band: Band, softmax_scale: float) -> np.ndarray:
+    """Out of such a kernel, not yet rounded."""
+    q32, k32, v32 = (each.astype(np.float32) for each in (q, k, v))
+    out = np.zeros((*q.shape[:3], v.shape[3]), np.float32)
+    visible = reference.visible_pairs(band, q.shape[1], k.shape[1])
+    for b in range(q.shape[0]):
+        for h, h_kv in reference.query_heads(q.shape[2], k.shape[2]):
+            weights = reference.softmax_rows(
+                q32[b, :, h], k32[b, :, h_kv], visible, softmax_scale, in_order
+            )
+            total = reference.visible_product(
+                weights.W, v32[b, :, h_kv], weights.visible, AtAnotherScale(q.dtype)
+            )
+            out[b, :, h] = weights.normalised(total)
+    return out
+
+
 @settings(max_examples=300)
 @given(problem=problems(), dtype=st.sampled_from(("float16", "bfloat16")))
 def test_accepts_weights_rounded_at_another_scale(problem: Problem, dtype: str) -> None:
     """Few elements too, where low may have been lucky."""
     problem = replace(problem, dtype=dtype, out_dtype=None)
     q, k, v = map(problem.canonical, problem.arrays())
-    oracle = problem.oracle
-    wide = (each.astype(np.float32) for each in (q, k, v))
-    q32, k32, v32 = wide
-    out = np.zeros((*q.shape[:3], v.shape[3]), np.float32)
-    visible = reference.visible_pairs(oracle["band"], q.shape[1], k.shape[1])
-    for b in range(q.shape[0]):
-        for h, h_kv in reference.query_heads(q.shape[2], k.shape[2]):
-            weights = reference.softmax_rows(
-                q32[b, :, h], k32[b, :, h_kv], visible, oracle["softmax_scale"], in_order
-            )
-            total = reference.visible_product(
-                weights.W, v32[b, :, h_kv], weights.visible, AtAnotherScale(q.dtype)
-            )
-            out[b, :, h] = weights.normalised(total)
-    wanted, _ = expected_forward(q, k, v, **oracle)
+    out = out_at_another_scale(q, k, v, **problem.oracle)
+    wanted, _ = expected_forward(q, k, v, **problem.oracle)
     assert_accepted("out", out.astype(q.dtype), wanted)
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "float32"])
+def test_accepts_a_weight_below_the_normal_numbers_that_decides(out_dtype: str) -> None:
+    """A key of value 0 has weight 1; out is the small weight of the other, times 1000."""
+    q, v = np.ones((1, 1, 1, 1), np.float16), np.array([0, 1000], np.float16).reshape(1, 2, 1, 1)
+    given = {"band": Band(-9, 9), "softmax_scale": 1.0}
+    for score in np.arange(-13, -9, 0.01):
+        k = np.array([0, score], np.float16).reshape(1, 2, 1, 1)
+        out = out_at_another_scale(q, k, v, **given).astype(out_dtype)
+        wanted, _ = expected_forward(q, k, v, **given, out_dtype=out_dtype)
+        assert_accepted("out", out, wanted)
+        assert not compare(out * np.dtype(out_dtype).type(1.25), wanted).accepted
 
 
 def test_accepts_weights_below_the_normal_numbers() -> None:

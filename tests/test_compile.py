@@ -61,13 +61,16 @@ def fits() -> Callable[..., Compiled]:
     needs.nvrtc()
     done: dict[tuple[str, str], Compiled] = {}
 
-    def check(unit: Unit, arch: str, max_spill_bytes: int = 0) -> Compiled:
+    def check(unit: Unit, arch: str, max_spill_bytes: int = 0, min_blocks: int = 1) -> Compiled:
         compiled = done.get((unit.text, arch))
         if compiled is None:
             compiled = done[unit.text, arch] = compile_unit(unit, CompileOptions(arch))
         spilled = max(compiled.spill_store_bytes, compiled.spill_load_bytes)
         assert spilled <= max_spill_bytes, f"{unit.name} spills on {arch}: {compiled.log}"
         assert compiled.registers * unit.num_threads <= REGISTER_FILE, compiled.log
+        if spilled:  # then none was left
+            most = REGISTER_FILE // (unit.num_threads * min_blocks) // 8 * 8
+            assert compiled.registers >= min(most, 255), compiled.log
         return compiled
 
     return check
@@ -207,7 +210,8 @@ def test_every_kernel_fits(fits, arch):
     specs = compiled_for(arch)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         fitting = [
-            pool.submit(fits, unit_of_spec(spec), arch, spec.max_spill_bytes) for spec in specs
+            pool.submit(fits, unit_of_spec(spec), arch, spec.max_spill_bytes, spec.min_blocks)
+            for spec in specs
         ]
     broken = [str(each.exception()) for each in fitting if each.exception()]
     assert not broken, "\n".join(broken)

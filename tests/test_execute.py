@@ -86,6 +86,7 @@ def launched(monkeypatch):
         return SimpleNamespace(launcher=launcher)
 
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    monkeypatch.setattr(launch, "_thread", launch._Thread())
     monkeypatch.setattr(execute, "load", load)
     monkeypatch.setattr(execute, "build", lambda units, options: ())
     monkeypatch.setattr(execute, "cuda_device", lambda device_id: H200)
@@ -263,7 +264,7 @@ def test_cupy_has_the_launch_that_is_used():
         r"launchKernel\(.* f, .* grid_dim_x, .* grid_dim_y, .* grid_dim_z, .* block_dim_x, "
         r".* block_dim_y, .* block_dim_z, .* shared_mem_bytes, .* stream, .* kernel_params, "
         r".* extra\)",
-        inspect.getdoc(driver.launchKernel),
+        inspect.getdoc(driver.launchKernel) or "",
     )
 
 

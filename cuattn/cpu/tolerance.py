@@ -244,6 +244,7 @@ def expected_forward(
         product=in_order,
     )
     out_terms, lse_terms, luck = np.zeros_like(out), np.zeros_like(lse), np.zeros_like(out)
+    tiny = smallest_normal(q.dtype)
     abs_v = np.abs(v.astype(exact))
     for b, h, h_kv, head in _heads(q.astype(exact), k.astype(exact), band, softmax_scale):
         with np.errstate(all="ignore"):
@@ -252,8 +253,11 @@ def expected_forward(
             from_scores = SCORE_SHARE * head.PA[:, None] * np.abs(out[b, :, h])
             terms = reference.visible_product(P, abs_v[b, :, h_kv], head.visible)
             out_terms[b, :, h] = terms + from_scores
+            # Rounded before they are divided by l: the largest weight of a row is 1/2 or more.
+            largest = head.P.max(axis=1, keepdims=True, initial=0)
+            rounded = np.maximum(head.P, 2 * tiny * largest)
             magnitudes, squares = (
-                reference.visible_product(head.P**n, abs_v[b, :, h_kv] ** n, head.visible)
+                reference.visible_product(rounded**n, abs_v[b, :, h_kv] ** n, head.visible)
                 for n in (1, 2)
             )
             luck[b, :, h] = luck_of(q.dtype, magnitudes, squares)

@@ -78,8 +78,8 @@ class Kernel:
         Raises
         ------
         ValueError
-            The grid is none that a device can launch: the driver would refuse zero with an error
-            that names nothing, and CuPy wraps a larger number.
+            The grid is none that a device can launch; an error of CuPy or the driver would name
+            neither the kernel nor the limit.
         """
         if not 0 < grid <= _MAX_GRID:
             raise ValueError(f"{self.name}: got a grid of {grid}; expected 1 to {_MAX_GRID}")

@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory beyond inputs and outputs."""
+        """Device memory beyond inputs and outputs, but for what aligns the buffers."""
         return sum(size for _, size in self.workspace) * ITEMSIZE[self.problem.accumulator]
 
 

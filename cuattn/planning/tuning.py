@@ -113,12 +113,13 @@ class Sm80Tile:
 
 #: By kernel and bucket, the largest tile first; the last one fits every device. Numbers are TFLOP/s
 #: on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size about 2048, seqlen 4096, full,
-#: 2026-11-30, alternatives in turn; a backward counts 2.5 times its forward, bwd_q 1.5 times (with
-#: the kernel that computes delta). What else was tried is in kernels_cu/TUNING.md.
+#: 2026-11-29 and 30, the alternatives of a line in turn; a backward counts 2.5 times its forward,
+#: bwd_q 1.5 times (with the kernel that computes delta). Between lines the clock may have changed.
+#: What else was tried is in kernels_cu/TUNING.md.
 SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("fwd", 32): (
-        Sm80Tile(128, 64, 32, 3, 2),  # 236; two blocks an SM 205, 128 x 128 233
-        Sm80Tile(64, 64, 16, 2, 2),  # 212
+        Sm80Tile(128, 64, 32, 3, 2),  # 234; two blocks an SM 205, 128 x 128 231
+        Sm80Tile(64, 64, 16, 2, 2),  # 211
     ),
     ("fwd", 64): (
         Sm80Tile(128, 128, 32, 2, max_spill_bytes=128),  # 332; 128 x 64 with Q held 317
@@ -132,15 +133,15 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
         Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 377; with one stage 364
         Sm80Tile(64, 64, 16, 2, 8),  # 264
     ),
-    # Of 8 or 12 steps held and 128 x 64 in one block an SM, the best at most lengths.
-    ("fwd", 192): (Sm80Tile(64, 64, 16, 2, 12, 1),),  # 334, 8 held 327, 128 x 64 320
-    ("fwd", 256): (Sm80Tile(64, 64, 16, 2, 8, 1, max_spill_bytes=128),),  # 328, 128 x 64 331
+    # Beside 128 x 64 in one block an SM: better at most lengths, and much so at short ones.
+    ("fwd", 192): (Sm80Tile(64, 64, 16, 2, 12, 1),),  # 334; 8 steps held 327, 128 x 64 320
+    ("fwd", 256): (Sm80Tile(64, 64, 16, 2, 8, 1, max_spill_bytes=128),),  # 328; 128 x 64 331
     ("bwd", 32): (
         Sm80Tile(64, 128, 32, 2, max_spill_bytes=128),  # 223; 128 queries in one block an SM 209
         Sm80Tile(64, 64, 16, 2),  # 180, one block an SM 121
     ),
     ("bwd", 64): (
-        Sm80Tile(128, 128, 32, 1, max_spill_bytes=128),  # 277; 96 queries 264, 64 239
+        Sm80Tile(128, 128, 32, 1, max_spill_bytes=128),  # 277; 64 queries 239
         Sm80Tile(64, 64, 16, 2),  # 234, one block an SM 176
     ),
     ("bwd", 96): (
@@ -164,7 +165,7 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ),
     ("bwd_q", 32): (
         Sm80Tile(128, 32, 32, 3),  # 246; 128 x 64 in two blocks an SM 243
-        Sm80Tile(64, 64, 16, 2),  # 220
+        Sm80Tile(64, 64, 16, 2),  # 220, beside 231 of 128 x 64
     ),
     ("bwd_q", 64): (
         Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 329; 128 x 32 305
@@ -172,15 +173,15 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ),
     ("bwd_q", 96): (
         Sm80Tile(128, 48, 32, 2, max_spill_bytes=128),  # 345; 128 x 32 309
-        Sm80Tile(64, 64, 16, 2),  # 287
+        Sm80Tile(64, 64, 16, 2),  # 287, beside 314 of 128 x 32
     ),
     ("bwd_q", 128): (
-        Sm80Tile(128, 32, 32, 2, max_spill_bytes=128),  # 363; 128 x 16 307
-        Sm80Tile(64, 32, 16, 2),  # 257
+        Sm80Tile(128, 32, 32, 2, max_spill_bytes=128),  # 358; 64 x 64 306
+        Sm80Tile(64, 32, 16, 2),  # 257, beside 354
     ),
-    ("bwd_q", 192): (Sm80Tile(64, 32, 16, 2),),  # 290; 64 x 64 266, 64 x 16 242
+    ("bwd_q", 192): (Sm80Tile(64, 32, 16, 2),),  # 294; 64 x 64 266
     ("bwd_q", 256): (
-        Sm80Tile(128, 32, 16, 1),  # 272; 64 x 64 252, with spills
+        Sm80Tile(128, 32, 16, 1),  # 266; 64 x 64 252, with spills
         Sm80Tile(64, 32, 16, 1),  # 223
         Sm80Tile(32, 32, 16, 1),  # 226
     ),
