@@ -25,6 +25,9 @@ T = TypeVar("T")
 #: The dtypes cuattn takes, native byte order only: another byte order is another key.
 DTYPE_NAMES = {np.dtype(name): name for name in ACCUMULATOR}
 
+#: The remedy for an ``out`` that will not do.
+NEW_OUT = "pass an array from numpy.empty or cupy.empty that you keep, or drop out="
+
 #: Steps that the search for two overlapping elements may take before it counts as an overlap.
 OVERLAP_WORK = 100_000
 
@@ -87,6 +90,8 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str]:
         )
     if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
         return got, expected, f"convert with numpy.from_dlpack({name}) or cupy.from_dlpack({name})"
+    if name == "out":  # a conversion would take the result and be dropped
+        return got, expected, NEW_OUT
     return got, expected, f"convert with numpy.asarray({name}) or cupy.asarray({name})"
 
 
@@ -341,8 +346,8 @@ def check_destination(name: str, array: Array, inputs: dict[str, Array]) -> None
     """What depends on flags and addresses, and so is asked at every call."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         got, expected = "a read-only array", "an array that may be written"
-        raise ArgumentError(explain_argument(name, got, expected, "pass a copy or drop it"))
+        raise ArgumentError(explain_argument(name, got, expected, NEW_OUT))
     for other, read in inputs.items():
         if share_memory(array, read):
             got, expected = f"memory that {other} reads", "memory of its own"
-            raise ArgumentError(explain_argument(name, got, expected, "pass a new empty array"))
+            raise ArgumentError(explain_argument(name, got, expected, NEW_OUT))

@@ -97,7 +97,8 @@ def attention(
     q_offset, k_offset : int
         Positions of the first row and of the first key.
     softmax_scale : float, optional
-        Factor of the scores, any finite real; ``1 / sqrt(head_dim)`` by default.
+        Factor of the scores, 0 or any real, also negative, of a magnitude that the sums hold;
+        ``1 / sqrt(head_dim)`` by default.
     layout : {"bshd", "bhsd", "shd", "hsd", "bsd", "sd"}
         The axes of q, k, v and out: b batch, s sequence, h heads, d dim.
     out_dtype : dtype, optional

@@ -242,11 +242,15 @@ def _pairs(parts: Iterable[Part]) -> list[Part]:
     """The parts as a list of pairs, at least one."""
     expected = "a non-empty list of (out, lse) pairs"
     remedy = "pass results of attention(..., return_lse=True), a single one in a list too"
+    # An array of two can be unpacked like a pair, and is none.
     try:
-        pairs = [(out, lse) for out, lse in parts]
+        items = list(parts)
+        pairs = [(out, lse) for out, lse in items]
     except (TypeError, ValueError):
+        items = None
+    if items is None or any(hasattr(item, "shape") for item in items):
         got = f"{type(parts).__name__}, whose items are no pairs"
-        raise DTypeError(explain_argument("parts", got, expected, remedy)) from None
+        raise DTypeError(explain_argument("parts", got, expected, remedy))
     if not pairs:
         raise ArgumentError(explain_argument("parts", "an empty list", expected, remedy))
     return pairs

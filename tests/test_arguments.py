@@ -67,6 +67,8 @@ if np.dtype(np.longdouble) != np.dtype(np.float64):
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_not_an_array(name, kind):
     array, remedy = BAD_ARRAYS[kind]
+    if name == "out" and kind in ("list", "scalar"):
+        remedy = "numpy.empty"  # what a conversion makes would be written, and dropped
     if (name, kind) != ("out", "none"):
         refused(DTypeError, name, remedy, run=lambda: call(**{name: array}))
 
@@ -212,6 +214,11 @@ def test_out_of_the_accumulators_dtype_needs_out_dtype():
     assert cuattn.attention(q, k, v, out=out, out_dtype="float32") is out
 
 
+def test_out_of_another_dtype_is_not_to_be_converted():
+    """What out.astype(...) makes would be written, and dropped."""
+    refused(DTypeError, "out", "numpy.empty", run=lambda: call(out=ones(2, 6, 4, 5, dtype="f8")))
+
+
 def test_out_read_only():
     out = ones(2, 6, 4, 5)
     out.flags.writeable = False
@@ -284,6 +291,14 @@ WRONG_MERGE = {
     "not-iterable": (DTypeError, "parts", [1], {}, "(out, lse) pairs"),
     "not-pairs": (DTypeError, "parts", [[1, 2]], {}, "(out, lse) pairs"),
     "array": (DTypeError, "parts", [ones(3, 4, 5)], {}, "(out, lse) pairs"),
+    "outs-alone": (DTypeError, "parts", [[ones(2, 3, 2, 4)] * 2], {}, "(out, lse) pairs"),
+    "pair-alone": (
+        DTypeError,
+        "parts",
+        [(ones(2, 3, 2, 4), ones(2, 2, 3))],
+        {},
+        "(out, lse) pairs",
+    ),
     "out-type": (DTypeError, "parts[0][0]", [[([1.0], ones(1))]], {}, "numpy.asarray"),
     "out-dtype": (DTypeError, "parts[0][0]", [[part("int32")]], {}, ".astype('float32')"),
     "lse-type": (DTypeError, "parts[0][1]", [[(ones(1, 3, 2, 4), 1.0)]], {}, "numpy.asarray"),

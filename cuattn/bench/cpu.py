@@ -12,9 +12,9 @@ medians of the rounds' own ratios.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -253,4 +253,6 @@ def main(seqlen: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 8192)
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("seqlen", type=int, nargs="?", default=8192)
+    main(asked.parse_args().seqlen)

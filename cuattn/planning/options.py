@@ -130,7 +130,7 @@ def read_band(options: Options, seqlen_q: int, seqlen_k: int) -> Band:
                 f"seqlen_q {seqlen_q} and seqlen_k {seqlen_k} without positions",
                 "align or q_offset/k_offset where the lengths differ",
                 "pass align='bottom_right' (as FlashAttention), align='top_left' (as torch SDPA) "
-                "or q_offset=",
+                "or q_offset=, the position of the first row",
             )
         )
     return Band.clamped(None, q_offset - k_offset, seqlen_q, seqlen_k)

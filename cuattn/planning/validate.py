@@ -16,6 +16,7 @@ import numpy as np
 
 from cuattn._arrays import (
     DTYPE_NAMES,
+    NEW_OUT,
     ArraySpec,
     Layout,
     check_dtype,
@@ -224,11 +225,14 @@ def check_out(out: ArraySpec, q: ArraySpec, shape: tuple[int, ...], dtype: np.dt
         raise DTypeError(
             explain_argument("out", f"dtype {out.dtype}", f"dtype {dtype} like q", remedy)
         )
-    check_like("out", out, shape, dtype, "", "pass an array of that shape, or drop out=")
+    check_like("out", out, shape, out.dtype, "", NEW_OUT)
+    if out.dtype != dtype:  # a conversion would take the result and be dropped
+        raise DTypeError(
+            explain_argument("out", f"dtype {out.dtype}", f"dtype {dtype} like q", NEW_OUT)
+        )
     if overlaps_itself(out):
         got, expected = f"strides {out.strides} bytes", "elements that do not share memory"
-        remedy = "pass an array from numpy.empty or cupy.empty"
-        raise ArgumentError(explain_argument("out", got, expected, remedy))
+        raise ArgumentError(explain_argument("out", got, expected, NEW_OUT))
 
 
 def contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArraySpec:
