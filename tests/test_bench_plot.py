@@ -126,6 +126,7 @@ def test_only_what_was_measured_is_drawn(tmp_path):
 
 def test_without_matplotlib_the_extra_is_named_before_anything_is_measured(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("cuattn.bench.half.cupy_with_device", lambda: None)
     with pytest.raises(SystemExit, match=r'pip install "cuattn\[plot\]"'):
         main(["bench", "--plot", str(tmp_path / "a.png")])
 

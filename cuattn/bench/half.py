@@ -260,6 +260,7 @@ def _picture(text: str) -> Path:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, or read what was measured; print, write and draw it."""
+    cupy = None if arguments.from_json else cupy_with_device()
     if arguments.plot:
         plot.check_importable()  # before minutes of work that end in a picture
     if arguments.from_json:
@@ -269,7 +270,7 @@ def main(arguments: argparse.Namespace) -> int:
         _print_titles(names)
         _print_rows(data["rows"], names)
     else:
-        data = _measure(arguments)
+        data = _measure(cupy, arguments)
     _print_left_out(data["rows"])
     _print_summary(data["summary"])
     if arguments.plot:
@@ -278,8 +279,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    cupy = cupy_with_device()
+def _measure(cupy: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     peers, missing = find(cupy, arguments.peers)
     for peer in peers:
         print(f"{peer.name:10} {TITLES[peer.name]}: {peer.version}")

@@ -131,7 +131,8 @@ def cupy_with_device() -> Any:
     from cuattn.check import cuda_or_why
 
     if trouble := cuda_or_why():
-        raise SystemExit(f"this measures a CUDA device: {trouble}")
+        remedy = "`python -m cuattn info` says what to do"
+        raise SystemExit(f"this measures a CUDA device: {trouble}; {remedy}")
     import cupy
 
     return cupy

@@ -16,10 +16,8 @@ from cuattn.planning.plan import KernelSpec, Launch, Plan
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import ceil_div
 
-MAX_GRID = 2**31 - 1
-#: Of the kernel that a backward begins with: 8 threads a row, each for some rows.
-PREPARE_THREADS, PREPARE_ROWS = 128, 4
-PREPARE_ROWS_OF_BLOCK = PREPARE_THREADS // 8 * PREPARE_ROWS
+#: Of the kernel that a backward begins with: so many threads a row, each for some rows.
+_PREPARE_THREADS, _PREPARE_LANES, _PREPARE_ROWS = 128, 8, 4
 _WRT = {"q": Wrt.Dq, "k": Wrt.Dk, "v": Wrt.Dv}
 
 
@@ -42,7 +40,7 @@ class Family(Protocol):
         """What the family needs that the device has not, or None."""
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
-        """Why the family cannot take the problem on the device, or None."""
+        """Why the family cannot take the problem on the device, or None; not for its size."""
 
     def plan(self, problem: AttentionProblem, device: Device) -> Plan:
         """The plan of an accepted problem; without launches where there is nothing to write."""
@@ -63,9 +61,6 @@ def refusal_of(
     dims = max(problem.head_dim, problem.head_dim_v)
     if max_head_dim is not None and dims > max_head_dim:
         return f"needs head dims of at most {max_head_dim}, got {dims}"
-    for launch in family.plan(problem, device).launches:
-        if launch.grid > MAX_GRID:
-            return f"needs at most {MAX_GRID} blocks, got {launch.grid} in {launch.kernel.name}"
     return None
 
 
@@ -99,11 +94,11 @@ def prepare_spec(dtype: str, out_dtype: str, *, casts_dout: bool = False) -> Ker
             ("dtype", DType.of(dtype)),
             ("out_dtype", DType.of(out_dtype)),
             ("casts_dout", int(casts_dout)),
-            ("rows_per_thread", PREPARE_ROWS),
-            ("num_threads", PREPARE_THREADS),
+            ("rows_per_thread", _PREPARE_ROWS),
+            ("num_threads", _PREPARE_THREADS),
         ),
         params_struct="BwdParams",
-        num_threads=PREPARE_THREADS,
+        num_threads=_PREPARE_THREADS,
         min_blocks=8,
         smem_bytes=0,
     )
@@ -112,4 +107,5 @@ def prepare_spec(dtype: str, out_dtype: str, *, casts_dout: bool = False) -> Ker
 def prepare_launch(problem: AttentionProblem, *, casts_dout: bool = False) -> Launch:
     """The first launch of a backward."""
     spec = prepare_spec(problem.dtype, problem.out_dtype, casts_dout=casts_dout)
-    return Launch(spec, ceil_div(num_rows(problem), PREPARE_ROWS_OF_BLOCK))
+    rows_of_block = _PREPARE_THREADS // _PREPARE_LANES * _PREPARE_ROWS
+    return Launch(spec, ceil_div(num_rows(problem), rows_of_block))

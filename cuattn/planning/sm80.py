@@ -82,8 +82,7 @@ class Sm80:
             # In units of the accumulator, of which two elements fill one.
             workspace["dout_cast"] = ceil_div(num_rows(problem) * problem.head_dim_v, 2)
 
-        def launch(kernel: str) -> Launch:
-            tile = self.choose_tile(kernel, problem, device)
+        def launch(kernel: str, tile: Sm80Tile) -> Launch:
             spec = self.spec(kernel, dims, tile, problem.dtype, problem.dtype)
             return Launch(spec, _grid(kernel, tile, problem))
 
@@ -94,10 +93,11 @@ class Sm80:
             workspace["dq_sum"] = tiles * tile.block_m * dims
             spec = self.spec("bwd_finish", dims, tile, problem.dtype, problem.dtype)
             finish = Launch(spec, tiles * (tile.block_m * dims // 4) // spec.num_threads)
-            launches += [launch("bwd"), finish]
+            launches += [launch("bwd", tile), finish]
         else:
-            launches += [launch("bwd_q")] * bool(wrt & Wrt.Dq)
-            launches += [launch("bwd_kv")] * bool(others)
+            for kernel, is_wanted in (("bwd_q", wrt & Wrt.Dq), ("bwd_kv", others)):
+                if is_wanted:
+                    launches.append(launch(kernel, self.choose_tile(kernel, problem, device)))
         return Plan.of(self.name, problem, device, launches, workspace)
 
     def choose_tile(self, kernel: str, problem: AttentionProblem, device: Device) -> Sm80Tile:
