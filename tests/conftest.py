@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import record
 from strategies import DTYPES
-from tiles import RANKS, tile_of_rank
+from tiles import RANKS, keys_in_tiles, tile_of_rank
 
 from cuattn import execute
 from cuattn.cpu import heads
 from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
+from cuattn.planning.sm80 import SM80
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=False)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -43,6 +44,11 @@ class NumpyEngine:
     def tile(self, rank):
         """Compute in the tile of this rank, out of ``ranks``."""
         return contextlib.nullcontext()
+
+
+#: Every family, and the one that has two ways for short sequences in its second.
+CUDA_ENGINES = {family.name: (family, contextlib.nullcontext) for family in FAMILIES}
+CUDA_ENGINES["sm80-tiles"] = (SM80, keys_in_tiles)
 
 
 class CudaEngine:
@@ -89,7 +95,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(
-    params=["numpy", *(pytest.param(f, marks=pytest.mark.gpu, id=f.name) for f in FAMILIES)],
+    params=["numpy", *(pytest.param(name, marks=pytest.mark.gpu) for name in CUDA_ENGINES)],
     scope="session",
 )
 def engine(request):
@@ -97,14 +103,15 @@ def engine(request):
     if request.param == "numpy":
         yield NumpyEngine()
         return
-    with pytest.MonkeyPatch.context() as patch:
+    family, its_way = CUDA_ENGINES[request.param]
+    with pytest.MonkeyPatch.context() as patch, its_way():
         # The family under test first, the one that takes everything behind it.
-        patch.setattr(select, "FAMILIES", (request.param, FAMILIES[-1]))
-        dtypes = request.param.dtypes
+        patch.setattr(select, "FAMILIES", (family, FAMILIES[-1]))
+        dtypes = family.dtypes
         patch.setattr(calls, "DTYPE", "float32" if "float32" in dtypes else dtypes[-1])
-        patch.setattr(compare, "ROUNDS_TO_ZERO", dtypes if request.param.rounds_to_zero else ())
+        patch.setattr(compare, "ROUNDS_TO_ZERO", dtypes if family.rounds_to_zero else ())
         execute.forget()
-        yield CudaEngine(request.param)
+        yield CudaEngine(family)
     execute.forget()
 
 

@@ -11,16 +11,18 @@ sizes that end inside tiles, several chunks of head dims, groups of heads and em
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import cupy
 import numpy as np
 from strategies import Problem
-from tiles import RANKS, tile_of_rank
+from tiles import RANKS, keys_in_tiles, tile_of_rank
 
 import cuattn
 from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
+from cuattn.planning.sm80 import SM80
 
 PROBLEMS = (
     Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
@@ -31,6 +33,8 @@ PROBLEMS = (
     Problem("bfloat16", "bshd", 1, 65, 33, 2, 1, 7, 3, causal=True, align="bottom_right"),
     Problem("bfloat16", "bshd", 1, 150, 200, 1, 2, 128, 128, causal=True, align="bottom_right"),
     Problem("float16", "bhsd", 1, 70, 130, 1, 1, 192, 256),
+    Problem("bfloat16", "bhsd", 1, 150, 100, 1, 2, 128, 64, causal=True, align="bottom_right"),
+    Problem("float16", "bshd", 2, 70, 60, 1, 1, 192, 256),
     Problem("bfloat16", "bshd", 1, 20, 1100, 1, 1, 64, 64),  # the keys are split
     Problem("float64", "bshd", 1, 70, 90, 1, 2, 40, 72),
     Problem("float64", "bshd", 1, 150, 140, 1, 1, 33, 64, causal=True, align="top_left"),
@@ -44,8 +48,12 @@ def main() -> None:
         # The family under test first, the one that takes everything behind it.
         select.FAMILIES = (family, FAMILIES[-1])
         mine = [problem for problem in PROBLEMS if problem.dtype in family.dtypes]
-        for rank, problem in itertools.product(RANKS, mine):
-            with tile_of_rank(rank):
+        # Short sequences in both their ways, where they have two.
+        ways = (
+            (contextlib.nullcontext, keys_in_tiles) if family is SM80 else (contextlib.nullcontext,)
+        )
+        for way, rank, problem in itertools.product(ways, RANKS, mine):
+            with way(), tile_of_rank(rank):
                 run(problem)
             print(family.name, problem.dtype, "in tile", rank, "ran", flush=True)
 

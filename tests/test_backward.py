@@ -1,5 +1,7 @@
 """The shared backward suite: every engine against the dense formula, one tolerance rule."""
 
+import itertools
+
 import numpy as np
 import pytest
 from calls import check_backward
@@ -26,6 +28,17 @@ def test_many_tiles(engine, dtype, causal):
     for rank in engine.ranks:
         with engine.tile(rank):
             check_backward(engine, problem)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_keys(engine, dtype, head_dim):
+    """One tile may hold all keys, and rows, many and of a group of heads, may see none of them."""
+    for seqlen_k, rank in itertools.product((1, 64, 127), engine.ranks):
+        sizes = (1, 100, seqlen_k, 1, 2, head_dim, head_dim - 3)
+        problem = Problem(dtype, "bshd", *sizes, causal=True, align="bottom_right")
+        with engine.tile(rank):
+            check_backward(engine, problem.within(engine.dtypes))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

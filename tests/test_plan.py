@@ -1,5 +1,6 @@
 """cuattn.planning: who takes a problem, with which kernels and grids; a device is plain data."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from cuattn.planning.schedule import RangeSchedule, ceil_div
 from cuattn.planning.select import MAX_GRID, plan_for
 from cuattn.planning.simt import grid
 from cuattn.planning.sm80 import SM80, smem_bytes
-from cuattn.planning.tuning import SM80_TILES, TILES
+from cuattn.planning.tuning import BUCKETS, SM80_TILES, TILES
 from cuattn.precompile import default_specs
 
 H200 = known_device("sm_90a")
@@ -169,6 +170,36 @@ def test_16_bit_gradients_are_one_kernel_unless_bits_must_repeat():
     assert steps(record.problem("backward", "float16", wrt=("q", "v"))) == together
 
 
+@pytest.mark.parametrize("block_d", BUCKETS)
+def test_where_one_tile_holds_all_keys_a_16_bit_backward_is_one_kernel(block_d):
+    """The smallest that does, for any gradients and whether bits must repeat or not."""
+    tiles = SM80_TILES["bwd_one", block_d]
+    for seqlen_k in (1, *(tile.block_n + past for tile in tiles for past in (0, 1))):
+        shape = (3, 500, seqlen_k, 6, 2, block_d, block_d - 5)
+        holding = [tile.block_n for tile in tiles if tile.block_n >= seqlen_k]
+        for wrt, repeats in itertools.product((("q", "k", "v"), ("q",), ("k", "v")), (None, True)):
+            asked = record.problem("backward", "float16", shape=shape, wrt=wrt)
+            made = plan_for(replace(asked, deterministic=repeats), H200)
+            if not holding:
+                assert "prepare" in made.launches[0].kernel.name
+                continue
+            (launch,) = made.launches
+            assert kernels(made) == ["cuattn_bwd_one_sm80_f16"]
+            assert (launch.grid, made.workspace) == (3 * 2, ())
+            assert dict(launch.kernel.config)["block_n"] == min(holding)
+
+
+def test_a_backward_of_few_keys_that_is_more_than_one_kernel():
+    """There is no key, dout is rounded first, or the device has too little shared memory."""
+    few = (1, 64, 64, 2, 2, 256, 256)
+    for made in (
+        plan("backward", "float16", shape=(1, 64, 0, 2, 2, 256, 256)),
+        plan("backward", "float16", shape=few, out_dtype="float32"),
+        plan("backward", "float16", known_device("sm_86"), few),
+    ):
+        assert "prepare" in made.launches[0].kernel.name
+
+
 def test_a_forward_is_one_launch_and_needs_no_workspace():
     for dtype, family in (("bfloat16", "sm80_bf16"), ("float32", "tf32x3_f32")):
         made = plan("forward", dtype)
@@ -312,6 +343,8 @@ def test_16_bit_tiles_go_from_large_to_small_and_the_last_fits_all(key):
     areas = [tile.block_m * tile.block_n for tile in tiles]
     assert areas == sorted(areas, reverse=True)
     assert len(tiles) <= len(RANKS)
+    if kernel == "bwd_one":  # chosen by another rule, and nothing depends on its fitting
+        return
     smallest = min(device.smem_per_block for device in DEVICES if SM80.lacking(device) is None)
     assert smem_bytes(kernel, block_d, tiles[-1]) <= smallest
     shape = (2, 4096, 4096, 16, 16, block_d, block_d)
@@ -336,7 +369,7 @@ def one_of_each_kernel():
         wrt = {"fwd": Wrt(0), "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}[kernel]
         tile = TILES[family, kernel, accumulator][-1]
         yield BY_NAME[family].spec(kernel, tile, accumulator, accumulator, wrt)
-    for kernel in ("fwd", "bwd", "bwd_q", "bwd_kv"):
+    for kernel in ("fwd", "bwd", "bwd_one", "bwd_q", "bwd_kv"):
         table = SM80_TILES["bwd" if kernel == "bwd_kv" else kernel, 64]
         yield SM80.spec(kernel, 64, table[-1], "bfloat16", "bfloat16")
 

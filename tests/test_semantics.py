@@ -258,14 +258,14 @@ def test_a_nan_score_makes_the_gradients_it_enters_nan(engine):
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("row", [0, 3, 69])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_score_makes_its_row_nan_and_no_other(engine, dtype, row):
+@pytest.mark.parametrize("element", [np.nan, np.inf])  # with exp(s - max) of inf - inf
+@pytest.mark.parametrize(("dtype", "row"), [*itertools.product(DTYPES, [0, 3, 69])])
+def test_a_nan_score_makes_its_row_nan_and_no_other(engine, dtype, element, row):
     q, k, v = qkv(70, 70, dtype=dtype)
-    q[0, row, 1, 3] = np.nan
+    q[0, row, 1, 3], k[..., 3] = element, np.abs(k[..., 3])
     out, lse = run(engine, q, k, v, causal=True)
-    assert np.isnan(out[0, row, 1].astype(np.float64)).all()
     assert np.isnan(lse[0, 1, row])
+    assert np.isnan(out[0, row, 1].astype(np.float64)).all()
     assert np.isnan(out.astype(np.float64)).sum() == 8
     assert np.isnan(lse).sum() == 1
 

@@ -19,17 +19,36 @@ RANKS = range(3)
 def tile_of_rank(rank):
     """Every problem in the tile of this rank of its table, 0 for the largest that fits."""
 
+    def ranked(tiles):
+        return tiles[min(rank, len(tiles) - 1)] if tiles else None
+
     def choose(self, kernel, problem, device):
         width = sm80.bucket(problem) if isinstance(self, Sm80) else problem.accumulator
-        tiles = self.fitting_tiles(kernel, width, device)
-        return tiles[min(rank, len(tiles) - 1)]
+        return ranked(self.fitting_tiles(kernel, width, device))
+
+    def choose_one(self, problem, device):
+        return ranked(self.holding_tiles(problem, device))
 
     with (
         mock.patch.object(Tiled, "choose_tile", choose),
         mock.patch.object(Sm80, "choose_tile", choose),
+        mock.patch.object(Sm80, "one_tile", choose_one),
+        _planned_anew(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def keys_in_tiles():
+    """No key is in a tile that holds all of them: short sequences take the way of long ones."""
+    with mock.patch.object(Sm80, "holding_tiles", lambda *_: []), _planned_anew():
+        yield
+
+
+@contextlib.contextmanager
+def _planned_anew():
+    execute.forget()
+    try:
+        yield
+    finally:
         execute.forget()
-        try:
-            yield
-        finally:
-            execute.forget()

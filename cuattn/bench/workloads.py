@@ -19,6 +19,8 @@ HEAD_DIMS = (64, 128, 256)
 MASKS = ("full", "causal")
 PASSES = ("forward", "backward")
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+#: Lengths that the grid takes too where they are asked for.
+SHORT_SEQLENS = (32, 64, 128, 256)
 #: Every cell of the grid has as many tokens, and as many numbers a token.
 TOKENS, HIDDEN = 16384, 2048
 #: Lengths of one sequence, of which memory is measured; the last is timed too.

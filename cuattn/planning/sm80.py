@@ -33,8 +33,8 @@ class Sm80:
     """mma.sync, ldmatrix and cp.async: head dims to 256 in buckets, any stride and alignment.
 
     Where few query tiles would leave the device idle, the forward splits the keys and merges the
-    parts. The backward adds dq in memory, in any order; ``deterministic=True`` gets two kernels
-    that add nothing there.
+    parts. A backward whose keys one tile holds is one kernel. Any other adds dq in memory, in any
+    order; ``deterministic=True`` gets two kernels that add nothing there.
     """
 
     name: str = "sm80"
@@ -76,6 +76,12 @@ class Sm80:
     def _backward(self, problem: AttentionProblem, device: Device) -> Plan:
         casts_dout = problem.out_dtype != problem.dtype
         dims, wrt = bucket(problem), wrt_flags(problem.wrt)
+        one = self.one_tile(problem, device)
+        if one is not None:
+            spec = self.spec("bwd_one", dims, one, problem.dtype, problem.dtype)
+            return Plan.of(
+                self.name, problem, device, [Launch(spec, _grid("bwd_one", one, problem))]
+            )
         launches = [prepare_launch(problem, casts_dout=casts_dout)]
         workspace = {"delta": num_rows(problem)}
         if casts_dout:
@@ -112,6 +118,18 @@ class Sm80:
                 return tile
         return tiles[-1]
 
+    def one_tile(self, problem: AttentionProblem, device: Device) -> Sm80Tile | None:
+        """The smallest tile that holds all keys, where there is one."""
+        holding = self.holding_tiles(problem, device)
+        return holding[-1] if holding else None
+
+    def holding_tiles(self, problem: AttentionProblem, device: Device) -> list[Sm80Tile]:
+        """The tiles of bwd_one that hold all keys; none where there is no key, or dout is cast."""
+        if problem.seqlen_k == 0 or problem.out_dtype != problem.dtype:
+            return []
+        tiles = self.fitting_tiles("bwd_one", bucket(problem), device)
+        return [tile for tile in tiles if tile.block_n >= problem.seqlen_k]
+
     def fitting_tiles(self, kernel: str, block_d: int, device: Device) -> list[Sm80Tile]:
         """The tiles whose shared memory a block of the device can have."""
         return [
@@ -123,10 +141,10 @@ class Sm80:
     def spec(
         self, kernel: str, block_d: int, tile: Sm80Tile, dtype: str, out_dtype: str
     ) -> KernelSpec:
-        """One specialisation of fwd, bwd, bwd_finish, bwd_q or bwd_kv."""
-        wrt = {"bwd": _ALL, "bwd_finish": _ALL, "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}
+        """One specialisation of fwd, bwd, bwd_one, bwd_finish, bwd_q or bwd_kv."""
+        wrt = {"fwd": Wrt(0), "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}
         num_threads = tile.own(kernel) // tile.warp_rows * _WARP
-        if kernel in ("bwd", "bwd_finish", "bwd_kv"):
+        if kernel not in ("fwd", "bwd_q"):
             num_threads *= 2  # one warp for each role
         smem = smem_bytes(kernel, block_d, tile)
         finishes = kernel == "bwd_finish"
@@ -146,9 +164,10 @@ class Sm80:
                 ("warp_rows", tile.warp_rows),
                 ("num_stages", tile.num_stages),
                 ("held_steps", tile.held_steps),
+                ("one_tile", int(kernel == "bwd_one")),
                 ("num_threads", num_threads),
                 ("smem_bytes", smem),
-                ("wrt", wrt.get(kernel, Wrt(0))),
+                ("wrt", wrt.get(kernel, _ALL)),
             ),
             params_struct="FwdParams" if kernel == "fwd" else "BwdParams",
             num_threads=num_threads,
@@ -165,7 +184,7 @@ class Sm80:
             if dtype not in self.dtypes:
                 continue
             yield merge_spec(dtype, out_dtype)
-            kernels: tuple[str, ...] = ("fwd", "bwd", "bwd_finish", "bwd_q", "bwd_kv")
+            kernels: tuple[str, ...] = ("fwd", "bwd", "bwd_one", "bwd_finish", "bwd_q", "bwd_kv")
             if out_dtype != dtype:
                 yield prepare_spec(dtype, out_dtype, casts_dout=True)
                 kernels = ("fwd",)
@@ -189,8 +208,8 @@ def _table(kernel: str) -> str:
 
 
 def _entry(kernel: str) -> str:
-    """bwd_kv is bwd without dq."""
-    return "bwd" if kernel == "bwd_kv" else kernel
+    """bwd_kv is bwd without dq, bwd_one is bwd with all that comes before and after."""
+    return "bwd" if kernel in ("bwd_kv", "bwd_one") else kernel
 
 
 def smem_bytes(kernel: str, block_d: int, tile: Sm80Tile) -> int:
@@ -201,8 +220,9 @@ def smem_bytes(kernel: str, block_d: int, tile: Sm80Tile) -> int:
     if kernel == "bwd_q":
         return 2 * queries + 4 * keys
     weights = 2 * tile.block_m * tile.block_n
-    gradients = 0 if kernel == "bwd_kv" else 2 * weights
-    return 2 * keys + 4 * queries + weights + gradients + 16 * tile.block_m
+    gradients = {"bwd_kv": 0, "bwd_one": 1}.get(kernel, 2) * weights
+    outputs = queries if kernel == "bwd_one" else 0
+    return 2 * keys + 4 * queries + weights + gradients + 16 * tile.block_m + outputs
 
 
 def merge_spec(dtype: str, out_dtype: str) -> KernelSpec:
@@ -227,7 +247,7 @@ def merge_spec(dtype: str, out_dtype: str) -> KernelSpec:
 
 def _grid(kernel: str, tile: Sm80Tile, problem: AttentionProblem) -> int:
     """Blocks: owned tiles x heads x batch."""
-    if kernel in ("bwd", "bwd_kv"):
+    if kernel in ("bwd", "bwd_one", "bwd_kv"):
         return ceil_div(problem.seqlen_k, tile.block_n) * problem.num_heads_kv * problem.batch
     return ceil_div(problem.seqlen_q, tile.block_m) * problem.num_heads_q * problem.batch
 

@@ -108,7 +108,7 @@ class Sm80Tile:
 
     def own(self, kernel: str) -> int:
         """Positions that a block owns: keys in the backward over keys, queries elsewhere."""
-        return self.block_n if kernel in ("bwd", "bwd_finish", "bwd_kv") else self.block_m
+        return self.block_m if kernel in ("fwd", "bwd_q") else self.block_n
 
 
 #: By kernel and bucket, the largest tile first; the last one fits every device. Numbers are TFLOP/s
@@ -163,6 +163,37 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
         Sm80Tile(32, 64, 16, 1),  # 235
         Sm80Tile(16, 32, 16, 1),  # 181
     ),
+    # Where one tile holds all keys: microseconds of a backward of as many keys as queries (128, 64
+    # and 32 of them), and last those of the three kernels of "bwd".
+    ("bwd_one", 32): (
+        Sm80Tile(64, 128, 32, 2, max_spill_bytes=128),  # 391; 477
+        Sm80Tile(64, 64, 32, 4, max_spill_bytes=128),  # 256, 32 queries 274; 498
+        Sm80Tile(32, 32, 32, 8),  # 216, of 64 x 64 528; 888
+    ),
+    ("bwd_one", 64): (
+        Sm80Tile(32, 128, 32, 2, max_spill_bytes=128),  # 324, 128 queries 352; 469
+        # 215, three blocks an SM 236, 64 queries 256; 384
+        Sm80Tile(32, 64, 32, 4, max_spill_bytes=128),
+        Sm80Tile(32, 32, 32, 6),  # 187, with 16 rows a warp 217; 684
+    ),
+    ("bwd_one", 96): (
+        Sm80Tile(64, 128, 32, 1),  # 325; 426
+        Sm80Tile(64, 64, 16, 2, max_spill_bytes=128),  # 225, with 32 rows a warp 233; 372
+        Sm80Tile(32, 32, 16, 3),  # 204, with 32 rows a warp 203; 639
+    ),
+    ("bwd_one", 128): (
+        Sm80Tile(64, 128, 32, 1, max_spill_bytes=128),  # 288; 390
+        Sm80Tile(32, 64, 32, 2),  # 228; 413
+        Sm80Tile(32, 32, 16, 3),  # 187, with 32 rows a warp 227; 526
+    ),
+    ("bwd_one", 192): (
+        Sm80Tile(64, 64, 16, 1),  # 236; 357
+        Sm80Tile(32, 32, 16, 2),  # 203; 338
+    ),
+    ("bwd_one", 256): (
+        Sm80Tile(32, 64, 16, 1),  # 264; 360
+        Sm80Tile(32, 32, 16, 1),  # 309, of 32 x 64 335; 347
+    ),
     ("bwd_q", 32): (
         Sm80Tile(128, 32, 32, 3),  # 246; 128 x 64 in two blocks an SM 243
         Sm80Tile(64, 64, 16, 2),  # 220, beside 231 of 128 x 64
@@ -182,7 +213,6 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("bwd_q", 192): (Sm80Tile(64, 32, 16, 2),),  # 294; 64 x 64 266
     ("bwd_q", 256): (
         Sm80Tile(128, 32, 16, 1),  # 266; 64 x 64 252, with spills
-        Sm80Tile(64, 32, 16, 1),  # 223
-        Sm80Tile(32, 32, 16, 1),  # 226
+        Sm80Tile(32, 32, 16, 1),  # 226; 64 x 32 223
     ),
 }

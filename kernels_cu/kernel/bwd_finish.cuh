@@ -28,18 +28,15 @@ CUATTN_DEVICE void bwd_finish(const BwdParams& params) {
   const f32* lse = static_cast<const f32*>(params.lse) +
                    (i64(batch_idx) * shape.num_heads_q + head_idx) * shape.seqlen_q;
   const tile::GlobalRows<Element> gdQ(params.dq, batch_idx, head_idx);
+  const bool in_vectors = gdQ.in_vectors(shape.head_dim);
 #pragma unroll
   for (int half = 0; half < 2; ++half, row += 8) {
-    if (row >= shape.seqlen_q || col >= shape.head_dim) continue;
+    if (row >= shape.seqlen_q) continue;
     const bool seen = softmax::is_seen(lse[row]);
     const f32 x = seen ? (half ? sum.z : sum.x) * scale : 0.0f;
     const f32 y = seen ? (half ? sum.w : sum.y) * scale : 0.0f;
-    if (gdQ.in_vectors(shape.head_dim)) {
-      *reinterpret_cast<u32*>(&gdQ.at(row, col)) = ptx::pack<Element>(x, y);
-    } else {
-      ptx::narrow(x, gdQ.at(row, col));
-      if (col + 1 < shape.head_dim) ptx::narrow(y, gdQ.at(row, col + 1));
-    }
+    tile::store_pair(&gdQ.at(row, 0), gdQ.stride_col, in_vectors, col, shape.head_dim,
+                     ptx::pack<Element>(x, y));
   }
 }
 

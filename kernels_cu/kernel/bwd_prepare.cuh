@@ -71,12 +71,7 @@ CUATTN_DEVICE void prepare_row(const BwdParams& params, i64 index, RowPlace at, 
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
   if (!inside || threadIdx.x % kLanes != 0) return;
-  const Rows& dlse = params.dlse;
-  if (dlse.data != nullptr) {
-    const i64 offset = at.batch_idx * dlse.stride_batch + at.head_idx * dlse.stride_head +
-                       at.row * dlse.stride_seqlen;
-    sum -= static_cast<const Value*>(dlse.data)[offset];
-  }
+  sum -= softmax::lse_gradient<Value>(params.dlse, at.batch_idx, at.head_idx, at.row);
   const bool seen = softmax::is_seen(static_cast<const Value*>(params.lse)[index]);
   static_cast<Value*>(params.delta)[index] = seen ? sum : Value(0);
 }

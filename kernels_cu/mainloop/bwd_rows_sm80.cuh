@@ -20,18 +20,24 @@ CUATTN_DEVICE tile::GlobalRows<const Element> output_gradient(const BwdParams& p
 // lse and delta of a query tile on their way to shared memory: in a register of a thread each, so
 // that the loads overlap an iteration of the loop. A row that the CTA's keys do not see has 0 for
 // both, and zeros in Q and dO: it adds nothing. A row that saw no key at all, although the schedule
-// lets it, gets lse = +inf.
+// lets it, gets lse = +inf. Where no kernel before has computed delta, dlse takes its place.
 template <Sm80Config C>
 struct RowsOfTile {
   f32 value = 0;
 
   CUATTN_DEVICE static bool is_lse() { return threadIdx.x < C.block_m; }
 
-  CUATTN_DEVICE void load(const BwdParams& params, i64 offset, int row_begin,
+  CUATTN_DEVICE void load(const BwdParams& params, int batch_idx, int head_idx, int row_begin,
                           softmax::Range range) {
     const int row = row_begin + threadIdx.x % C.block_m;
     value = 0;
     if (threadIdx.x >= 2 * C.block_m || row < range.begin || row >= range.end) return;
+    if (C.one_tile && !is_lse()) {
+      value = softmax::lse_gradient<f32>(params.dlse, batch_idx, head_idx, row);
+      return;
+    }
+    const Shape& shape = params.shape;
+    const i64 offset = (i64(batch_idx) * shape.num_heads_q + head_idx) * shape.seqlen_q;
     value = static_cast<const f32*>(is_lse() ? params.lse : params.delta)[offset + row];
   }
   // Whether the tile needs more care: a row that is not seen, or an lse that is large.
@@ -45,6 +51,38 @@ struct RowsOfTile {
     ptx::store_shared(rows + threadIdx.x * 4, is_lse() ? lse : value);
   }
 };
+
+// Puts delta = rowsum(dout * out) - dlse in the place of dlse; a row that saw no key gets 0. Lanes
+// of a row are a few rows apart, so that those that read together meet different banks.
+template <Sm80Config C, class Tile>
+CUATTN_DEVICE void complete_delta(Tile out, Tile dout, u32 rows) {
+  using Element = Storage<C.dtype>;
+  constexpr int kLanes = C.num_threads / C.block_m, kRowsOfWarp = kWarpSize / kLanes;
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = threadIdx.x / kWarpSize * kRowsOfWarp + lane % kRowsOfWarp;
+  f32 sum = 0;
+#pragma unroll
+  for (int i = 0; i < ceil_div(Tile::kChunks, kLanes); ++i) {
+    const int chunk = i * kLanes + lane / kRowsOfWarp;
+    if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
+    u32 o[4], its_dout[4];
+    ptx::load_shared(o, out.at(row, chunk));
+    ptx::load_shared(its_dout, dout.at(row, chunk));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      f32 o0, o1, dout0, dout1;
+      ptx::unpack<Element>(o[e], o0, o1);
+      ptx::unpack<Element>(its_dout[e], dout0, dout1);
+      sum = ptx::fma(o1, dout1, ptx::fma(o0, dout0, sum));
+    }
+  }
+#pragma unroll
+  for (int mask = kRowsOfWarp; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
+  if (lane >= kRowsOfWarp) return;
+  const u32 place = rows + (C.block_m + row) * 4;
+  const bool is_seen = ptx::load_shared(rows + row * 4) != infinity<f32>();
+  ptx::store_shared(place, is_seen ? sum - ptx::load_shared(place) : 0.0f);
+}
 
 // Zeros in the rows that saw no key: what they hold may not reach a sum, not even times 0.
 template <Sm80Config C, class Tile>

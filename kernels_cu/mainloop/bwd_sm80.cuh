@@ -13,6 +13,9 @@
 // from the first to the second as the registers that dV += P dO multiplies; dS, which every warp
 // needs for dQ, through a tile of shared memory. S and its kin are transposed, P[key][query]: what
 // a warp computed is its left operand. source: Dao et al. 2022, Algorithm 4.
+//
+// Where one tile holds all keys (one_tile), a CTA has all that its rows need: it computes delta of
+// a tile from O, copied with Q and dO, and stores dQ itself; no kernel comes before or after.
 #pragma once
 #include "mainloop/bwd_rows_sm80.cuh"
 #include "mainloop/copy_sm80.cuh"
@@ -42,7 +45,8 @@ struct BackwardSm80 {
   static constexpr int kDims = C.block_d, kThreads = C.num_threads;
   static constexpr int kGroups = C.block_n / C.warp_rows;  // of keys, each with a warp a role
   static_assert(kThreads == 2 * kGroups * kWarpSize && kThreads >= 2 * C.block_m);
-  static constexpr bool kWantsDq = C.wrt & kWrtDq;
+  // Of dS: dQ of a tile is summed during the next one, or, in one_tile, stored at once.
+  static constexpr int kDqBuffers = C.one_tile ? 1 : C.wrt & kWrtDq ? 2 : 0;
 
   using OwnTile = tile::SwizzledTile<C.block_n, kDims>;
   using StreamTile = tile::SwizzledTile<C.block_m, kDims>;
@@ -58,8 +62,9 @@ struct BackwardSm80 {
   static constexpr int kWeightBytes = C.block_n * C.block_m * 2;
   static constexpr int kRowBytes = C.block_m * 4;  // lse or delta of a query tile
   static constexpr int kSharedBytes = 2 * OwnTile::kBytes + kStages * 2 * StreamTile::kBytes +
-                                      kWeightBytes + (kWantsDq ? 2 * GradientTile::kBytes : 0) +
-                                      kStages * 2 * kRowBytes;
+                                      kWeightBytes + kDqBuffers * GradientTile::kBytes +
+                                      kStages * 2 * kRowBytes +
+                                      (C.one_tile ? StreamTile::kBytes : 0);
 
   // Where everything lies in shared memory.
   u32 shared;
@@ -80,6 +85,8 @@ struct BackwardSm80 {
   CUATTN_DEVICE GradientTile sdS(int buffer) const {
     return {sRows(kStages) + kWeightBytes + buffer * GradientTile::kBytes};
   }
+
+  CUATTN_DEVICE StreamTile sO() const { return {sdS(kDqBuffers).address}; }
 
   CUATTN_DEVICE static void run(const BwdParams& params, u32 shared) {
     const BackwardSm80 at{shared};
@@ -129,12 +136,17 @@ struct BackwardSm80 {
             at.sQ(next.buffer), gQ, shape.head_dim, at.sdO(next.buffer), gdO, shape.head_dim_v,
             row_begin, [&](int row) { return row >= row_range.begin && row < row_range.end; });
       }
+      if constexpr (C.one_tile) {
+        tile::TileCopy<kThreads, StreamTile>::start_any(
+            at.sO(), Rows(params.out, work.batch_idx, head), row_begin, shape.head_dim_v,
+            [&](int row) { return row >= row_range.begin && row < row_range.end; });
+      }
       ptx::async_commit();
-      prefetched.load(params, i64(first_head() + next.member) * shape.seqlen_q, row_begin,
-                      row_range);
+      prefetched.load(params, work.batch_idx, head, row_begin, row_range);
     };
     QueryTile now{0, tiles.begin, 0};
     const bool has_tiles = tiles.begin < tiles.end;
+    if constexpr (C.one_tile) clear_dq(params, work, tiles);
     if (has_tiles) {
       copy_queries(now);
       prefetched.store(at.sRows(0));
@@ -144,6 +156,9 @@ struct BackwardSm80 {
     Results results;  // dV of a warp that weighs, dK of one that differentiates
     results.clear();
     int tile_before = kNone;  // whose dQ is still to be summed
+    const auto add_dq_before = [&] {
+      if (kDqBuffers == 2 && tile_before != kNone) at.add_dq(params, tile_before, now.buffer ^ 1);
+    };
 #pragma unroll 1
     for (bool more = has_tiles; more;) {
       ptx::forget(row_range.begin), ptx::forget(row_range.end);
@@ -160,8 +175,12 @@ struct BackwardSm80 {
         clear_unseen<C>(at.sQ(stage), at.sdO(stage), at.sRows(stage));
         ptx::sync_cta();
       }
+      if constexpr (C.one_tile) {
+        complete_delta<C>(at.sO(), at.sdO(stage), at.sRows(stage));
+        ptx::sync_cta();
+      }
       if (more) copy_queries(now.next(tiles));
-      if (kWantsDq && !weighs) at.add_dq(params, tile_before, stage ^ 1);
+      if (!weighs) add_dq_before();
 
       const StreamTile sFirst = weighs ? at.sQ(stage) : at.sdO(stage);
       const StreamTile sSecond = weighs ? at.sdO(stage) : at.sQ(stage);
@@ -186,7 +205,7 @@ struct BackwardSm80 {
                    [&](f32 score, f32 lse) { return softmax::probability(units, score, lse); });
         }
         ptx::sync_named(1 + group, 2 * kWarpSize);
-        if (kWantsDq) at.add_dq(params, tile_before, stage ^ 1);
+        add_dq_before();
       } else {
         ptx::sync_named(1 + group, 2 * kWarpSize);
 #pragma unroll
@@ -206,7 +225,7 @@ struct BackwardSm80 {
           });
           operand[step] = tile::rounded<Element>(rS, step * 16);
         }
-        if constexpr (kWantsDq) at.store_gradients(operand, stage);
+        if constexpr (kDqBuffers > 0) at.store_gradients(operand, stage % kDqBuffers);
       }
       const tile::DownBlocks<StreamTile> second(sSecond);
 #pragma unroll
@@ -214,12 +233,16 @@ struct BackwardSm80 {
         tile::gemm_nn_step<Element>(results, operand[step], second, step * 16);
       }
       prefetched.store(at.sRows(stage ^ 1));
+      if constexpr (C.one_tile) {
+        ptx::sync_cta();
+        at.store_dq(params, work, now);
+      }
       tile_before = (first_head() + now.member) * ceil_div(shape.seqlen_q, C.block_m) + now.m_block;
       now = now.next(tiles);
     }
     ptx::async_wait<0>();
     ptx::sync_cta();
-    if (kWantsDq) at.add_dq(params, tile_before, now.buffer ^ 1);
+    add_dq_before();
     ptx::sync_cta();  // K has been read: results may take its place
 
     const Tensor& tensor = weighs ? params.dv : params.dk;
@@ -288,19 +311,63 @@ struct BackwardSm80 {
     }
   }
 
-  // dQ += dS K of one query tile of all heads; every warp adds its part.
-  CUATTN_DEVICE void add_dq(const BwdParams& params, int tile, int buffer) const {
-    if (tile == kNone) return;
+  // Calls f(part, index) for this warp's parts of dS K.
+  template <class F>
+  CUATTN_DEVICE void each_dq_part(int buffer, F f) const {
     const tile::AcrossBlocks<GradientTile> dS(sdS(buffer), DqSum::depth_begin(),
                                               DqSum::row_begin());
-    f32* sums = static_cast<f32*>(params.dq_sum) + i64(tile) * DqSum::kSize;
 #pragma unroll
     for (int i = 0; i < DqSum::kParts; ++i) {
       typename DqSum::Part part;
       part.clear();
       const tile::DownBlocks<OwnTile> K(sK(), DqSum::depth_begin(), DqSum::col_begin(i));
       tile::gemm_tn<Element, DqSum::kDepth>(part, dS, K);
-      DqSum::add(part, i, sums);
+      f(part, i);
+    }
+  }
+
+  // dQ += dS K of one query tile of all heads; every warp adds its part.
+  CUATTN_DEVICE void add_dq(const BwdParams& params, int tile, int buffer) const {
+    f32* sums = static_cast<f32*>(params.dq_sum) + i64(tile) * DqSum::kSize;
+    each_dq_part(buffer,
+                 [&](const typename DqSum::Part& part, int i) { DqSum::add(part, i, sums); });
+  }
+
+  // dQ = dS K of one query tile, where no other CTA has a part of it.
+  CUATTN_DEVICE void store_dq(const BwdParams& params, const Work& work,
+                              const QueryTile& at) const {
+    if (params.dq.data == nullptr) return;
+    each_dq_part(0, [&](const typename DqSum::Part& part, int i) {
+      const Shape& shape = params.shape;
+      const int head = work.head_idx * (shape.num_heads_q / shape.num_heads_kv) + at.member;
+      const f32* lse = static_cast<const f32*>(params.lse) +
+                       (i64(work.batch_idx) * shape.num_heads_q + head) * shape.seqlen_q;
+      DqSum::store(part, i, tile::GlobalRows<Element>(params.dq, work.batch_idx, head),
+                   at.m_block * C.block_m, shape.seqlen_q, shape.head_dim,
+                   static_cast<f32>(params.softmax_scale),
+                   [&](int row) { return softmax::is_seen(lse[row]); });
+    });
+  }
+
+  // Zeros in the rows of dQ that lie in no tile which sees a key.
+  CUATTN_DEVICE static void clear_dq(const BwdParams& params, const Work& work,
+                                     softmax::Range tiles) {
+    const Shape& shape = params.shape;
+    const int group_size = shape.num_heads_q / shape.num_heads_kv;
+    const softmax::Range rows{tiles.begin * C.block_m, min(tiles.end * C.block_m, shape.seqlen_q)};
+    if (params.dq.data == nullptr || rows.end - rows.begin == shape.seqlen_q) return;
+#pragma unroll 1
+    for (int member = 0; member < group_size; ++member) {
+      const tile::GlobalRows<Element> gdQ(params.dq, work.batch_idx,
+                                          work.head_idx * group_size + member);
+#pragma unroll 1
+      for (int row = threadIdx.x / kWarpSize; row < shape.seqlen_q; row += kThreads / kWarpSize) {
+        if (row >= rows.begin && row < rows.end) continue;
+#pragma unroll 1
+        for (int col = threadIdx.x % kWarpSize; col < shape.head_dim; col += kWarpSize) {
+          gdQ.at(row, col).bits = 0;
+        }
+      }
     }
   }
 };

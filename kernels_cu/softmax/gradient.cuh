@@ -6,6 +6,7 @@
 //
 // source: Dao et al. 2022, Algorithm 4; dlse enters because d lse / d s = P.
 #pragma once
+#include "base/abi.cuh"
 #include "base/prelude.cuh"
 #include "ptx/math.cuh"
 #include "softmax/units.cuh"
@@ -33,6 +34,15 @@ CUATTN_DEVICE RowStatistics<T> row_statistics(const T* lse, const T* delta, i64 
     return {lse[offset + row], delta[offset + row]};
   }
   return {infinity<T>(), T(0)};
+}
+
+// The cotangent of lse, of one row.
+template <class T>
+CUATTN_DEVICE T lse_gradient(const Rows& dlse, int batch_idx, int head_idx, int row) {
+  if (dlse.data == nullptr) return T(0);
+  const i64 offset =
+      batch_idx * dlse.stride_batch + head_idx * dlse.stride_head + row * dlse.stride_seqlen;
+  return static_cast<const T*>(dlse.data)[offset];
 }
 
 template <class T>

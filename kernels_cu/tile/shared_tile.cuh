@@ -58,7 +58,7 @@ struct GlobalRows {
 
   CUATTN_DEVICE T& at(int row, int col) const { return data[row * stride_row + col * stride_col]; }
 
-  // Whether rows of this many columns can be read 16 bytes at a time.
+  // Whether rows of this many columns can be read, or written, 16 bytes at a time.
   CUATTN_DEVICE bool in_vectors(int cols) const {
     return stride_col == 1 && cols % kVector == 0 && stride_row % kVector == 0 &&
            reinterpret_cast<u64>(data) % 16 == 0;

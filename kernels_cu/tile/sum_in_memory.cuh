@@ -7,8 +7,22 @@
 #pragma once
 #include "ptx/reduce.cuh"
 #include "tile/fragment_mma.cuh"
+#include "tile/shared_tile.cuh"
 
 namespace cuattn::tile {
+
+// Two neighbours of a row, those before the last column, rounded into one register.
+template <class Element>
+CUATTN_DEVICE void store_pair(Element* row, i64 stride_col, bool in_vectors, int col, int cols,
+                              u32 pair) {
+  if (col >= cols) return;
+  if (in_vectors) {
+    *reinterpret_cast<u32*>(row + col) = pair;
+  } else {
+    row[col * stride_col].bits = static_cast<u16>(pair);
+    if (col + 1 < cols) row[(col + 1) * stride_col].bits = static_cast<u16>(pair >> 16);
+  }
+}
 
 template <int kRowCount, int kColCount, int kSumDepth, int kWarps>
 struct SumInMemory {
@@ -44,6 +58,29 @@ struct SumInMemory {
         const int block = i / 2 * kBlocksAcross + j / 2;
         ptx::add_global(its + block * kWarpSize * 4, part.at(i, j), part.at(i, j + 1),
                         part.at(i + 1, j), part.at(i + 1, j + 1));
+      }
+    }
+  }
+
+  // Where all terms of the sums are in one CTA: rounds them into rows first_row... of one head.
+  // Rows that kept(row) refuses become 0.
+  template <class Element, class Kept>
+  CUATTN_DEVICE static void store(const Part& part, int index, const GlobalRows<Element>& rows,
+                                  int first_row, int row_end, int cols, f32 scale, Kept kept) {
+    static_assert(kDepthWarps == 1, "a warp has a part of each sum");
+    const bool in_vectors = rows.in_vectors(cols);
+#pragma unroll
+    for (int i = 0; i < Part::kRows; ++i) {
+      const int row = first_row + row_begin() + Part::row_of(i);
+      if (row >= row_end) continue;
+      const bool is_kept = kept(row);
+      Element* its = &rows.at(row, 0);
+#pragma unroll
+      for (int j = 0; j < Part::kCols; j += 2) {
+        const int col = col_begin(index) + Part::col_of(j);
+        const f32 x = is_kept ? part.at(i, j) * scale : 0.0f;
+        const f32 y = is_kept ? part.at(i, j + 1) * scale : 0.0f;
+        store_pair(its, rows.stride_col, in_vectors, col, cols, ptx::pack<Element>(x, y));
       }
     }
   }
