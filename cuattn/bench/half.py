@@ -196,16 +196,17 @@ def chosen_workloads(arguments: argparse.Namespace) -> list[Workload]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     choose: dict[str, Any] = {"nargs": "+", "metavar": "X"}
-    short = workloads.SHORT_SEQLENS
-    for option, values, more, what in (
-        ("--workloads", PARTS, (), "parts to run: %(choices)s"),
-        ("--head-dims", workloads.HEAD_DIMS, (), "of the grid: %(choices)s"),
-        ("--masks", workloads.MASKS, (), "of the grid: %(choices)s"),
-        ("--seqlens", workloads.SEQLENS, short, "of the grid: %(choices)s (from 512)"),
-        ("--passes", workloads.PASSES, (), "passes to time: %(choices)s"),
+    lengths, all_lengths = workloads.SEQLENS, (*workloads.SHORT_SEQLENS, *workloads.SEQLENS)
+    for option, values, choices, what in (
+        ("--workloads", PARTS, PARTS, "parts to run: %(choices)s"),
+        ("--head-dims", workloads.HEAD_DIMS, workloads.HEAD_DIMS, "of the grid: %(choices)s"),
+        ("--masks", workloads.MASKS, workloads.MASKS, "of the grid: %(choices)s"),
+        ("--seqlens", lengths, all_lengths, f"of the grid: %(choices)s (from {lengths[0]})"),
+        ("--passes", workloads.PASSES, workloads.PASSES, "passes to time: %(choices)s"),
     ):
-        choices, kind = (*more, *values), type(values[0])
-        parser.add_argument(option, choices=choices, default=values, type=kind, help=what, **choose)
+        parser.add_argument(
+            option, choices=choices, default=values, type=type(values[0]), help=what, **choose
+        )
     parser.add_argument("--dtype", choices=workloads.DTYPES, default=workloads.DTYPES[0])
     others = [name for name in TITLES if name != "cuattn"]
     parser.add_argument(
