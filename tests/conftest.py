@@ -1,80 +1,25 @@
-"""Engines, markers, hypothesis profiles, and the record of what ran on a GPU."""
+"""The engine fixture, hypothesis profiles, and the record of what ran on a GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from pathlib import Path
 
 import calls
 import compare
 import hypothesis
-import numpy as np
 import pytest
 import record
-from strategies import DTYPES
-from tiles import RANKS, keys_in_tiles, tile_of_rank
+from engines import CUDA_ENGINES, CudaEngine, NumpyEngine
 
 from cuattn import execute
 from cuattn.cpu import heads
 from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
-from cuattn.planning.sm80 import SM80
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=False)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
-
-
-class NumpyEngine:
-    """The tiled CPU engine."""
-
-    name = "numpy"
-    dtypes = DTYPES
-    ranks = range(1)  # one tile for all
-    xp = np
-
-    def asarray(self, array):
-        return array
-
-    def asnumpy(self, array):
-        return array
-
-    def tile(self, rank):
-        """Compute in the tile of this rank, out of ``ranks``."""
-        return contextlib.nullcontext()
-
-
-#: Every family, and the one that has two ways for short sequences in its second.
-CUDA_ENGINES = {family.name: (family, contextlib.nullcontext) for family in FAMILIES}
-CUDA_ENGINES["sm80-tiles"] = (SM80, keys_in_tiles)
-
-
-class CudaEngine:
-    """Compiled kernels of one family on CuPy arrays; ``dtypes`` are those that it takes."""
-
-    def __init__(self, family):
-        import cupy
-
-        self.name, self.dtypes, self.xp = family.name, family.dtypes, cupy
-        self.ranks = RANKS
-
-    def asarray(self, array):
-        """Copy to the device with the same strides, zero and negative ones too."""
-        if array.size == 0:
-            return self.xp.empty(array.shape, array.dtype)
-        low, high = np.lib.array_utils.byte_bounds(array)
-        memory = np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
-        start = array.__array_interface__["data"][0] - low
-        buffer = self.xp.asarray(memory)
-        return self.xp.ndarray(array.shape, array.dtype, buffer.data + start, array.strides)
-
-    def asnumpy(self, array):
-        return self.xp.asnumpy(array)
-
-    def tile(self, rank):
-        return tile_of_rank(rank)
 
 
 def cuda_devices():
@@ -96,7 +41,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(
     params=["numpy", *(pytest.param(name, marks=pytest.mark.gpu) for name in CUDA_ENGINES)],
-    scope="session",
+    scope="module",
 )
 def engine(request):
     """Every engine and kernel family in turn: the shared suites take it."""

@@ -11,18 +11,17 @@ sizes that end inside tiles, several chunks of head dims, groups of heads and em
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import cupy
 import numpy as np
+from engines import CUDA_ENGINES
 from strategies import Problem
-from tiles import RANKS, keys_in_tiles, tile_of_rank
+from tiles import RANKS, tile_of_rank
 
 import cuattn
 from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
-from cuattn.planning.sm80 import SM80
 
 PROBLEMS = (
     Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
@@ -44,18 +43,14 @@ PROBLEMS = (
 def main() -> None:
     """Run every problem in every tile of every family that takes its dtype."""
     cupy.cuda.set_allocator(None)
-    for family in FAMILIES:
+    for name, (family, its_way) in CUDA_ENGINES.items():
         # The family under test first, the one that takes everything behind it.
         select.FAMILIES = (family, FAMILIES[-1])
         mine = [problem for problem in PROBLEMS if problem.dtype in family.dtypes]
-        # Short sequences in both their ways, where they have two.
-        ways = (
-            (contextlib.nullcontext, keys_in_tiles) if family is SM80 else (contextlib.nullcontext,)
-        )
-        for way, rank, problem in itertools.product(ways, RANKS, mine):
-            with way(), tile_of_rank(rank):
+        for rank, problem in itertools.product(RANKS, mine):
+            with its_way(), tile_of_rank(rank):
                 run(problem)
-            print(family.name, problem.dtype, "in tile", rank, "ran", flush=True)
+            print(name, problem.dtype, "in tile", rank, "ran", flush=True)
 
 
 def run(problem: Problem) -> None:

@@ -153,7 +153,7 @@ class Sm80:
                 f"{kernel}_{self.name}", dtype, out_dtype, (tile.block_m, tile.block_n, block_d)
             ),
             header="kernel/bwd_finish.cuh" if finishes else "kernel/sm80.cuh",
-            entry="kernel::bwd_finish" if finishes else f"kernel::{_entry(kernel)}_sm80",
+            entry="kernel::bwd_finish" if finishes else f"kernel::{kernel}_{self.name}",
             config_struct="Sm80Config",
             config=(
                 ("dtype", DType.of(dtype)),
@@ -164,7 +164,6 @@ class Sm80:
                 ("warp_rows", tile.warp_rows),
                 ("num_stages", tile.num_stages),
                 ("held_steps", tile.held_steps),
-                ("one_tile", int(kernel == "bwd_one")),
                 ("num_threads", num_threads),
                 ("smem_bytes", smem),
                 ("wrt", wrt.get(kernel, _ALL)),
@@ -205,11 +204,6 @@ def bucket(problem: AttentionProblem) -> int:
 
 def _table(kernel: str) -> str:
     return "bwd" if kernel in ("bwd_finish", "bwd_kv") else kernel
-
-
-def _entry(kernel: str) -> str:
-    """bwd_kv is bwd without dq, bwd_one is bwd with all that comes before and after."""
-    return "bwd" if kernel in ("bwd_kv", "bwd_one") else kernel
 
 
 def smem_bytes(kernel: str, block_d: int, tile: Sm80Tile) -> int:

@@ -1,15 +1,15 @@
-// dQ from the sums that mainloop/bwd_sm80.cuh has left in memory: scaled, rounded and brought into
+// dQ from the sums that mainloop/dq_sm80.cuh has left in memory: scaled, rounded and brought into
 // the caller's order. Layer: kernel.
 //
-// A thread four numbers, in the order of the sums. A row that saw no key gets 0.
+// A thread four numbers, in the order of the sums.
 #pragma once
-#include "mainloop/bwd_sm80.cuh"
+#include "mainloop/dq_sm80.cuh"
 
 namespace cuattn::kernel {
 
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_finish(const BwdParams& params) {
-  using DqSum = typename mainloop::BackwardSm80<C>::DqSum;
+  using DqSum = mainloop::DqSum<C>;
   using Element = Storage<C.dtype>;
   const Shape& shape = params.shape;
   const int num_tiles = ceil_div(shape.seqlen_q, C.block_m);
@@ -32,9 +32,9 @@ CUATTN_DEVICE void bwd_finish(const BwdParams& params) {
 #pragma unroll
   for (int half = 0; half < 2; ++half, row += 8) {
     if (row >= shape.seqlen_q) continue;
-    const bool seen = softmax::is_seen(lse[row]);
-    const f32 x = seen ? (half ? sum.z : sum.x) * scale : 0.0f;
-    const f32 y = seen ? (half ? sum.w : sum.y) * scale : 0.0f;
+    const bool is_seen = softmax::is_seen(lse[row]);
+    const f32 x = softmax::query_gradient(half ? sum.z : sum.x, scale, is_seen);
+    const f32 y = softmax::query_gradient(half ? sum.w : sum.y, scale, is_seen);
     tile::store_pair(&gdQ.at(row, 0), gdQ.stride_col, in_vectors, col, shape.head_dim,
                      ptx::pack<Element>(x, y));
   }

@@ -21,7 +21,15 @@ CUATTN_DEVICE void fwd_sm80(const FwdParams& params) {
 }
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_sm80(const BwdParams& params) {
-  run_sm80<C, mainloop::BackwardSm80<C>>(params);
+  run_sm80<C, mainloop::BackwardSm80<C, mainloop::DqInSums<C>>>(params);
+}
+template <Sm80Config C>
+CUATTN_DEVICE void bwd_one_sm80(const BwdParams& params) {
+  run_sm80<C, mainloop::BackwardSm80<C, mainloop::DqInRows<C>>>(params);
+}
+template <Sm80Config C>
+CUATTN_DEVICE void bwd_kv_sm80(const BwdParams& params) {
+  run_sm80<C, mainloop::BackwardSm80<C, mainloop::DqElsewhere<C>>>(params);
 }
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_q_sm80(const BwdParams& params) {

@@ -96,10 +96,9 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
       if (!one_chunk) Base::reload(load_k, slice_begin);
       tile::gemm_nn(rdQ, sdS, sK);
     }
-    // A row that sees no key has dS = 0, but not 0 times what another row's key may hold.
     Results::each([&](int i, int j) {
       const bool is_seen = statistics[i].lse != infinity<Value>();
-      rdQ.at(i, j) = is_seen ? rdQ.at(i, j) * scale : Value(0);
+      rdQ.at(i, j) = softmax::query_gradient(rdQ.at(i, j), scale, is_seen);
     });
     const Work same = work_of(shape);
     const tile::GlobalRows<Stored> gdQ(params.dq, same.batch_idx, same.head_idx);

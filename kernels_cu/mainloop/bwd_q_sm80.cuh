@@ -112,11 +112,10 @@ struct BackwardSm80Q {
     }
     const Work same = work_of(shape);
     const softmax::Range own_rows = schedule.rows(same.block);
-    // A row that sees no key has dS = 0, but not 0 times what another row's key may hold.
     const f32 scale = static_cast<f32>(params.softmax_scale);
     Results::each([&](int i, int j) {
       const bool is_seen = statistics[i].lse != infinity<f32>();
-      rdQ.at(i, j) = is_seen ? rdQ.at(i, j) * scale : 0.0f;
+      rdQ.at(i, j) = softmax::query_gradient(rdQ.at(i, j), scale, is_seen);
     });
     const tile::GlobalRows<Element> gdQ(params.dq, same.batch_idx, same.head_idx);
     tile::store_rows(rdQ, sQ, gdQ, own_rows.begin, own_rows.end, shape.head_dim);

@@ -1,4 +1,5 @@
-// What the backward loops know of a query tile beside Q and dO: lse and delta. Layer: mainloop.
+// What the backward loops know of the query tiles that pass: which comes next, and its rows'
+// numbers beside Q and dO, lse and delta. Layer: mainloop.
 #pragma once
 #include "ptx/shared.cuh"
 #include "softmax/gradient.cuh"
@@ -6,6 +7,21 @@
 #include "tile/swizzled_tile.cuh"
 
 namespace cuattn::mainloop {
+
+// One of the query tiles that pass: of a query head of the group, in one of two buffers.
+struct QueryTile {
+  int member, m_block, buffer;
+
+  CUATTN_DEVICE QueryTile next(softmax::Range tiles) const {
+    const bool is_last = m_block + 1 == tiles.end;
+    return {member + is_last, is_last ? tiles.begin : m_block + 1, buffer ^ 1};
+  }
+};
+
+// The same by its place in the problem.
+struct QueryPlace {
+  int batch_idx, head_idx, m_block;
+};
 
 // dout of one head, in the inputs' dtype: as given, or rounded by kernel/bwd_prepare.cuh.
 template <class Element>
@@ -21,7 +37,7 @@ CUATTN_DEVICE tile::GlobalRows<const Element> output_gradient(const BwdParams& p
 // that the loads overlap an iteration of the loop. A row that the CTA's keys do not see has 0 for
 // both, and zeros in Q and dO: it adds nothing. A row that saw no key at all, although the schedule
 // lets it, gets lse = +inf. Where no kernel before has computed delta, dlse takes its place.
-template <Sm80Config C>
+template <Sm80Config C, bool kHasDelta>
 struct RowsOfTile {
   f32 value = 0;
 
@@ -32,7 +48,7 @@ struct RowsOfTile {
     const int row = row_begin + threadIdx.x % C.block_m;
     value = 0;
     if (threadIdx.x >= 2 * C.block_m || row < range.begin || row >= range.end) return;
-    if (C.one_tile && !is_lse()) {
+    if (!kHasDelta && !is_lse()) {
       value = softmax::lse_gradient<f32>(params.dlse, batch_idx, head_idx, row);
       return;
     }
@@ -51,38 +67,6 @@ struct RowsOfTile {
     ptx::store_shared(rows + threadIdx.x * 4, is_lse() ? lse : value);
   }
 };
-
-// Puts delta = rowsum(dout * out) - dlse in the place of dlse; a row that saw no key gets 0. Lanes
-// of a row are a few rows apart, so that those that read together meet different banks.
-template <Sm80Config C, class Tile>
-CUATTN_DEVICE void complete_delta(Tile out, Tile dout, u32 rows) {
-  using Element = Storage<C.dtype>;
-  constexpr int kLanes = C.num_threads / C.block_m, kRowsOfWarp = kWarpSize / kLanes;
-  const int lane = threadIdx.x % kWarpSize;
-  const int row = threadIdx.x / kWarpSize * kRowsOfWarp + lane % kRowsOfWarp;
-  f32 sum = 0;
-#pragma unroll
-  for (int i = 0; i < ceil_div(Tile::kChunks, kLanes); ++i) {
-    const int chunk = i * kLanes + lane / kRowsOfWarp;
-    if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
-    u32 o[4], its_dout[4];
-    ptx::load_shared(o, out.at(row, chunk));
-    ptx::load_shared(its_dout, dout.at(row, chunk));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      f32 o0, o1, dout0, dout1;
-      ptx::unpack<Element>(o[e], o0, o1);
-      ptx::unpack<Element>(its_dout[e], dout0, dout1);
-      sum = ptx::fma(o1, dout1, ptx::fma(o0, dout0, sum));
-    }
-  }
-#pragma unroll
-  for (int mask = kRowsOfWarp; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
-  if (lane >= kRowsOfWarp) return;
-  const u32 place = rows + (C.block_m + row) * 4;
-  const bool is_seen = ptx::load_shared(rows + row * 4) != infinity<f32>();
-  ptx::store_shared(place, is_seen ? sum - ptx::load_shared(place) : 0.0f);
-}
 
 // Zeros in the rows that saw no key: what they hold may not reach a sum, not even times 0.
 template <Sm80Config C, class Tile>

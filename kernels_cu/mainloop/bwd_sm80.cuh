@@ -5,7 +5,7 @@
 //     wait | copy the next Q, dO
 //     one half of the warps      S = K Q^T    P = exp(S - lse)     dV += P dO
 //     the other half             dP = V dO^T  dS = P (dP - delta)  dK += dS Q
-//     all                        dQ += dS K, of the tile before, added in global memory
+//     all                        dQ += dS K, as its way does it (mainloop/dq_sm80.cuh)
 //
 // The loop of mainloop/bwd_kv_simt.cuh, shared by two roles: a warp that weighs and one that
 // differentiates own the same keys and do the same two products, with other operands. So each has
@@ -13,83 +13,41 @@
 // from the first to the second as the registers that dV += P dO multiplies; dS, which every warp
 // needs for dQ, through a tile of shared memory. S and its kin are transposed, P[key][query]: what
 // a warp computed is its left operand. source: Dao et al. 2022, Algorithm 4.
-//
-// Where one tile holds all keys (one_tile), a CTA has all that its rows need: it computes delta of
-// a tile from O, copied with Q and dO, and stores dQ itself; no kernel comes before or after.
 #pragma once
+#include "mainloop/bwd_layout_sm80.cuh"
 #include "mainloop/bwd_rows_sm80.cuh"
 #include "mainloop/copy_sm80.cuh"
+#include "mainloop/dq_sm80.cuh"
 #include "mainloop/work.cuh"
 #include "ptx/special.cuh"
 #include "softmax/gradient.cuh"
 #include "softmax/schedule.cuh"
 #include "softmax/score.cuh"
 #include "tile/gemm_16bit.cuh"
-#include "tile/sum_in_memory.cuh"
 
 namespace cuattn::mainloop {
 
-// One of the query tiles that pass: of a query head of the group, in one of two buffers.
-struct QueryTile {
-  int member, m_block, buffer;
-
-  CUATTN_DEVICE QueryTile next(softmax::Range tiles) const {
-    const bool is_last = m_block + 1 == tiles.end;
-    return {member + is_last, is_last ? tiles.begin : m_block + 1, buffer ^ 1};
-  }
-};
-
-template <Sm80Config C>
+template <Sm80Config C, class DqWay>
 struct BackwardSm80 {
   using Element = Storage<C.dtype>;
+  using Layout = typename DqWay::Layout;
   static constexpr int kDims = C.block_d, kThreads = C.num_threads;
-  static constexpr int kGroups = C.block_n / C.warp_rows;  // of keys, each with a warp a role
+  static constexpr int kGroups = Layout::kGroups, kSteps = Layout::kSteps;
   static_assert(kThreads == 2 * kGroups * kWarpSize && kThreads >= 2 * C.block_m);
-  // Of dS: dQ of a tile is summed during the next one, or, in one_tile, stored at once.
-  static constexpr int kDqBuffers = C.one_tile ? 1 : C.wrt & kWrtDq ? 2 : 0;
 
-  using OwnTile = tile::SwizzledTile<C.block_n, kDims>;
-  using StreamTile = tile::SwizzledTile<C.block_m, kDims>;
-  using GradientTile = tile::SwizzledTile<C.block_n, C.block_m>;
-  using Scores = tile::MmaFragment<f32, kGroups, C.block_n, C.block_m>;
+  using OwnTile = typename Layout::OwnTile;
+  using StreamTile = typename Layout::StreamTile;
+  using GradientTile = typename Layout::GradientTile;
+  using Scores = typename Layout::Scores;
   using Results = tile::MmaFragment<f32, kGroups, C.block_n, kDims>;
   using Operand = tile::LeftOperand<Scores::kRows / 2>;
   using Rows = tile::GlobalRows<const Element>;
   using Copy = PairCopy<kThreads, StreamTile, Element>;
-  using DqSum = tile::SumInMemory<C.block_m, kDims, C.block_n, 2 * kGroups>;
-  static constexpr int kSteps = C.block_m / 16, kNone = -1;
-  static constexpr int kStages = 2;
-  static constexpr int kWeightBytes = C.block_n * C.block_m * 2;
-  static constexpr int kRowBytes = C.block_m * 4;  // lse or delta of a query tile
-  static constexpr int kSharedBytes = 2 * OwnTile::kBytes + kStages * 2 * StreamTile::kBytes +
-                                      kWeightBytes + kDqBuffers * GradientTile::kBytes +
-                                      kStages * 2 * kRowBytes +
-                                      (C.one_tile ? StreamTile::kBytes : 0);
-
-  // Where everything lies in shared memory.
-  u32 shared;
-  CUATTN_DEVICE OwnTile sK() const { return {shared}; }
-  CUATTN_DEVICE OwnTile sV() const { return {shared + OwnTile::kBytes}; }
-  CUATTN_DEVICE StreamTile sQ(int stage) const {
-    return {shared + 2 * OwnTile::kBytes + stage * 2 * StreamTile::kBytes};
-  }
-  CUATTN_DEVICE StreamTile sdO(int stage) const { return {sQ(stage).address + StreamTile::kBytes}; }
-  CUATTN_DEVICE u32 sRows(int stage) const {  // lse, then delta
-    return sQ(kStages).address + stage * 2 * kRowBytes;
-  }
-  // A warp's registers of P, in its own order: 16 bytes a lane.
-  CUATTN_DEVICE u32 sP(int group, int step, int i) const {
-    const int index = (group * kSteps + step) * (Scores::kRows / 2) + i;
-    return sRows(kStages) + (index * kWarpSize + threadIdx.x % kWarpSize) * 16;
-  }
-  CUATTN_DEVICE GradientTile sdS(int buffer) const {
-    return {sRows(kStages) + kWeightBytes + buffer * GradientTile::kBytes};
-  }
-
-  CUATTN_DEVICE StreamTile sO() const { return {sdS(kDqBuffers).address}; }
+  static constexpr int kSharedBytes = Layout::kBytes + DqWay::kBytes;
 
   CUATTN_DEVICE static void run(const BwdParams& params, u32 shared) {
-    const BackwardSm80 at{shared};
+    const Layout at{shared};
+    DqWay dq(params, at);
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
     Work work = work_of(shape);
@@ -100,9 +58,6 @@ struct BackwardSm80 {
     const softmax::Range keys = schedule.keys(work.block);
     softmax::Range row_range = schedule.row_range(work.block);
     softmax::Range tiles = schedule.query_tiles(work.block);
-    const auto first_head = [&] {
-      return work.batch_idx * shape.num_heads_q + work.head_idx * group_size;
-    };
     const softmax::Log2Units units(params.softmax_scale);
 
     using OwnCopy = PairCopy<kThreads, OwnTile, Element>;
@@ -120,14 +75,17 @@ struct BackwardSm80 {
                                                params.dout.stride_head % tile::kChunk == 0));
     if (is_usual) {
       const Copy copy(gQ, shape.head_dim, gdO, shape.head_dim_v, 0);
-      for (int i = 0; i < kStages; ++i) copy.clear_past(at.sQ(i), at.sdO(i));
+      for (int i = 0; i < Layout::kStages; ++i) copy.clear_past(at.sQ(i), at.sdO(i));
     }
-    RowsOfTile<C> prefetched;
+    const auto place_of = [&](const QueryTile& its) {
+      return QueryPlace{work.batch_idx, work.head_idx * group_size + its.member, its.m_block};
+    };
+    RowsOfTile<C, DqWay::kHasDelta> prefetched;
     const auto copy_queries = [&](const QueryTile& next) {
-      const int head = work.head_idx * group_size + next.member;
+      const QueryPlace place = place_of(next);
       const int row_begin = next.m_block * C.block_m;
-      const Rows gQ(params.q, work.batch_idx, head);
-      const Rows gdO = output_gradient<Element>(params, work.batch_idx, head);
+      const Rows gQ(params.q, place.batch_idx, place.head_idx);
+      const Rows gdO = output_gradient<Element>(params, place.batch_idx, place.head_idx);
       if (is_usual && row_begin >= row_range.begin && row_begin + C.block_m <= row_range.end) {
         Copy(gQ, shape.head_dim, gdO, shape.head_dim_v, row_begin)
             .template start<Copy::kBoth>(at.sQ(next.buffer), at.sdO(next.buffer));
@@ -136,17 +94,13 @@ struct BackwardSm80 {
             at.sQ(next.buffer), gQ, shape.head_dim, at.sdO(next.buffer), gdO, shape.head_dim_v,
             row_begin, [&](int row) { return row >= row_range.begin && row < row_range.end; });
       }
-      if constexpr (C.one_tile) {
-        tile::TileCopy<kThreads, StreamTile>::start_any(
-            at.sO(), Rows(params.out, work.batch_idx, head), row_begin, shape.head_dim_v,
-            [&](int row) { return row >= row_range.begin && row < row_range.end; });
-      }
+      dq.copy(place, row_range);
       ptx::async_commit();
-      prefetched.load(params, work.batch_idx, head, row_begin, row_range);
+      prefetched.load(params, place.batch_idx, place.head_idx, row_begin, row_range);
     };
     QueryTile now{0, tiles.begin, 0};
     const bool has_tiles = tiles.begin < tiles.end;
-    if constexpr (C.one_tile) clear_dq(params, work, tiles);
+    dq.begin(work, tiles);
     if (has_tiles) {
       copy_queries(now);
       prefetched.store(at.sRows(0));
@@ -155,10 +109,6 @@ struct BackwardSm80 {
     const tile::DownBlocks<OwnTile> own(weighs ? at.sK() : at.sV(), group * C.warp_rows);
     Results results;  // dV of a warp that weighs, dK of one that differentiates
     results.clear();
-    int tile_before = kNone;  // whose dQ is still to be summed
-    const auto add_dq_before = [&] {
-      if (kDqBuffers == 2 && tile_before != kNone) at.add_dq(params, tile_before, now.buffer ^ 1);
-    };
 #pragma unroll 1
     for (bool more = has_tiles; more;) {
       ptx::forget(row_range.begin), ptx::forget(row_range.end);
@@ -175,12 +125,9 @@ struct BackwardSm80 {
         clear_unseen<C>(at.sQ(stage), at.sdO(stage), at.sRows(stage));
         ptx::sync_cta();
       }
-      if constexpr (C.one_tile) {
-        complete_delta<C>(at.sO(), at.sdO(stage), at.sRows(stage));
-        ptx::sync_cta();
-      }
+      dq.complete(stage);
       if (more) copy_queries(now.next(tiles));
-      if (!weighs) add_dq_before();
+      if (!weighs) dq.add_before(stage);
 
       const StreamTile sFirst = weighs ? at.sQ(stage) : at.sdO(stage);
       const StreamTile sSecond = weighs ? at.sdO(stage) : at.sQ(stage);
@@ -198,14 +145,14 @@ struct BackwardSm80 {
           return schedule.rows_of(work.block * C.block_n + key) - row_begin;
         });
         if (is_rare) {
-          at.weigh(rS, operand, group, stage,
-                   [](f32 score, f32 lse) { return softmax::probability(score, lse); });
+          weigh(at, rS, operand, group, stage,
+                [](f32 score, f32 lse) { return softmax::probability(score, lse); });
         } else {
-          at.weigh(rS, operand, group, stage,
-                   [&](f32 score, f32 lse) { return softmax::probability(units, score, lse); });
+          weigh(at, rS, operand, group, stage,
+                [&](f32 score, f32 lse) { return softmax::probability(units, score, lse); });
         }
         ptx::sync_named(1 + group, 2 * kWarpSize);
-        add_dq_before();
+        dq.add_before(stage);
       } else {
         ptx::sync_named(1 + group, 2 * kWarpSize);
 #pragma unroll
@@ -214,18 +161,21 @@ struct BackwardSm80 {
           for (int i = 0; i < Scores::kRows / 2; ++i) {
             ptx::load_shared(operand[step].at[i], at.sP(group, step, i));
           }
-          each_row_pair(at.sRows(stage) + kRowBytes, step, [&](int j, f32 delta0, f32 delta1) {
+          each_row_pair(at.sRows(stage) + Layout::kRowBytes, step,
+                        [&](int j, f32 delta0, f32 delta1) {
 #pragma unroll
-            for (int i = 0; i < Scores::kRows; ++i) {
-              f32 p0, p1;
-              ptx::unpack<Element>(operand[step].at[i / 2][j % 4 + i % 2], p0, p1);
-              rS.at(i, j) = softmax::score_gradient(p0, rS.at(i, j), delta0);
-              rS.at(i, j + 1) = softmax::score_gradient(p1, rS.at(i, j + 1), delta1);
-            }
-          });
+                          for (int i = 0; i < Scores::kRows; ++i) {
+                            f32 p0, p1;
+                            ptx::unpack<Element>(operand[step].at[i / 2][j % 4 + i % 2], p0, p1);
+                            rS.at(i, j) = softmax::score_gradient(p0, rS.at(i, j), delta0);
+                            rS.at(i, j + 1) = softmax::score_gradient(p1, rS.at(i, j + 1), delta1);
+                          }
+                        });
           operand[step] = tile::rounded<Element>(rS, step * 16);
         }
-        if constexpr (kDqBuffers > 0) at.store_gradients(operand, stage % kDqBuffers);
+        if constexpr (Layout::kBuffers > 0) {
+          store_gradients(operand, at.sdS(stage % Layout::kBuffers));
+        }
       }
       const tile::DownBlocks<StreamTile> second(sSecond);
 #pragma unroll
@@ -233,16 +183,12 @@ struct BackwardSm80 {
         tile::gemm_nn_step<Element>(results, operand[step], second, step * 16);
       }
       prefetched.store(at.sRows(stage ^ 1));
-      if constexpr (C.one_tile) {
-        ptx::sync_cta();
-        at.store_dq(params, work, now);
-      }
-      tile_before = (first_head() + now.member) * ceil_div(shape.seqlen_q, C.block_m) + now.m_block;
+      dq.finish(place_of(now));
       now = now.next(tiles);
     }
     ptx::async_wait<0>();
     ptx::sync_cta();
-    add_dq_before();
+    dq.add_before(now.buffer);
     ptx::sync_cta();  // K has been read: results may take its place
 
     const Tensor& tensor = weighs ? params.dv : params.dk;
@@ -262,11 +208,11 @@ struct BackwardSm80 {
 
   // P from S, rounded, as operand of dV and for the warp that differentiates.
   template <class Probability>
-  CUATTN_DEVICE void weigh(Scores& rS, Operand (&operand)[kSteps], int group, int stage,
-                           Probability probability) const {
+  CUATTN_DEVICE static void weigh(Layout at, Scores& rS, Operand (&operand)[kSteps], int group,
+                                  int stage, Probability probability) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      each_row_pair(sRows(stage), step, [&](int j, f32 lse0, f32 lse1) {
+      each_row_pair(at.sRows(stage), step, [&](int j, f32 lse0, f32 lse1) {
 #pragma unroll
         for (int i = 0; i < Scores::kRows; ++i) {
           rS.at(i, j) = probability(rS.at(i, j), lse0);
@@ -279,7 +225,7 @@ struct BackwardSm80 {
       operand[step] = tile::rounded<Element>(rS, step * 16);
 #pragma unroll
       for (int i = 0; i < Scores::kRows / 2; ++i) {
-        ptx::store_shared(sP(group, step, i), operand[step].at[i]);
+        ptx::store_shared(at.sP(group, step, i), operand[step].at[i]);
       }
     }
   }
@@ -296,8 +242,7 @@ struct BackwardSm80 {
   }
 
   // dS into shared memory, [key][query]: all registers of a store lie in different banks.
-  CUATTN_DEVICE void store_gradients(const Operand (&operand)[kSteps], int buffer) const {
-    const GradientTile tile = sdS(buffer);
+  CUATTN_DEVICE static void store_gradients(const Operand (&operand)[kSteps], GradientTile tile) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -306,66 +251,6 @@ struct BackwardSm80 {
         for (int half = 0; half < 2; ++half) {
           ptx::store_shared(tile.at(Scores::row_of(i), step * 2 + half) + Scores::lane() * 4,
                             operand[step].at[i / 2][half * 2 + i % 2]);
-        }
-      }
-    }
-  }
-
-  // Calls f(part, index) for this warp's parts of dS K.
-  template <class F>
-  CUATTN_DEVICE void each_dq_part(int buffer, F f) const {
-    const tile::AcrossBlocks<GradientTile> dS(sdS(buffer), DqSum::depth_begin(),
-                                              DqSum::row_begin());
-#pragma unroll
-    for (int i = 0; i < DqSum::kParts; ++i) {
-      typename DqSum::Part part;
-      part.clear();
-      const tile::DownBlocks<OwnTile> K(sK(), DqSum::depth_begin(), DqSum::col_begin(i));
-      tile::gemm_tn<Element, DqSum::kDepth>(part, dS, K);
-      f(part, i);
-    }
-  }
-
-  // dQ += dS K of one query tile of all heads; every warp adds its part.
-  CUATTN_DEVICE void add_dq(const BwdParams& params, int tile, int buffer) const {
-    f32* sums = static_cast<f32*>(params.dq_sum) + i64(tile) * DqSum::kSize;
-    each_dq_part(buffer,
-                 [&](const typename DqSum::Part& part, int i) { DqSum::add(part, i, sums); });
-  }
-
-  // dQ = dS K of one query tile, where no other CTA has a part of it.
-  CUATTN_DEVICE void store_dq(const BwdParams& params, const Work& work,
-                              const QueryTile& at) const {
-    if (params.dq.data == nullptr) return;
-    each_dq_part(0, [&](const typename DqSum::Part& part, int i) {
-      const Shape& shape = params.shape;
-      const int head = work.head_idx * (shape.num_heads_q / shape.num_heads_kv) + at.member;
-      const f32* lse = static_cast<const f32*>(params.lse) +
-                       (i64(work.batch_idx) * shape.num_heads_q + head) * shape.seqlen_q;
-      DqSum::store(part, i, tile::GlobalRows<Element>(params.dq, work.batch_idx, head),
-                   at.m_block * C.block_m, shape.seqlen_q, shape.head_dim,
-                   static_cast<f32>(params.softmax_scale),
-                   [&](int row) { return softmax::is_seen(lse[row]); });
-    });
-  }
-
-  // Zeros in the rows of dQ that lie in no tile which sees a key.
-  CUATTN_DEVICE static void clear_dq(const BwdParams& params, const Work& work,
-                                     softmax::Range tiles) {
-    const Shape& shape = params.shape;
-    const int group_size = shape.num_heads_q / shape.num_heads_kv;
-    const softmax::Range rows{tiles.begin * C.block_m, min(tiles.end * C.block_m, shape.seqlen_q)};
-    if (params.dq.data == nullptr || rows.end - rows.begin == shape.seqlen_q) return;
-#pragma unroll 1
-    for (int member = 0; member < group_size; ++member) {
-      const tile::GlobalRows<Element> gdQ(params.dq, work.batch_idx,
-                                          work.head_idx * group_size + member);
-#pragma unroll 1
-      for (int row = threadIdx.x / kWarpSize; row < shape.seqlen_q; row += kThreads / kWarpSize) {
-        if (row >= rows.begin && row < rows.end) continue;
-#pragma unroll 1
-        for (int col = threadIdx.x % kWarpSize; col < shape.head_dim; col += kWarpSize) {
-          gdQ.at(row, col).bits = 0;
         }
       }
     }

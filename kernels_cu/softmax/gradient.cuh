@@ -65,4 +65,11 @@ CUATTN_DEVICE T score_gradient(T p, T dp, T delta) {
   return p * (dp - delta);
 }
 
+// dq of one row from its sum dS K. Where the row saw no key, dS is 0, but the sum may be 0 times
+// what another row's key holds.
+template <class T>
+CUATTN_DEVICE T query_gradient(T sum, T softmax_scale, bool is_seen) {
+  return is_seen ? sum * softmax_scale : T(0);
+}
+
 }  // namespace cuattn::softmax

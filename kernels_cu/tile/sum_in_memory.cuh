@@ -62,25 +62,24 @@ struct SumInMemory {
     }
   }
 
-  // Where all terms of the sums are in one CTA: rounds them into rows first_row... of one head.
-  // Rows that kept(row) refuses become 0.
-  template <class Element, class Kept>
+  // Where all terms of the sums are in one CTA: rounds them, each finished by finish_of(row), into
+  // rows first_row... of one head.
+  template <class Element, class FinishOf>
   CUATTN_DEVICE static void store(const Part& part, int index, const GlobalRows<Element>& rows,
-                                  int first_row, int row_end, int cols, f32 scale, Kept kept) {
+                                  int first_row, int row_end, int cols, FinishOf finish_of) {
     static_assert(kDepthWarps == 1, "a warp has a part of each sum");
     const bool in_vectors = rows.in_vectors(cols);
 #pragma unroll
     for (int i = 0; i < Part::kRows; ++i) {
       const int row = first_row + row_begin() + Part::row_of(i);
       if (row >= row_end) continue;
-      const bool is_kept = kept(row);
+      const auto finish = finish_of(row);
       Element* its = &rows.at(row, 0);
 #pragma unroll
       for (int j = 0; j < Part::kCols; j += 2) {
         const int col = col_begin(index) + Part::col_of(j);
-        const f32 x = is_kept ? part.at(i, j) * scale : 0.0f;
-        const f32 y = is_kept ? part.at(i, j + 1) * scale : 0.0f;
-        store_pair(its, rows.stride_col, in_vectors, col, cols, ptx::pack<Element>(x, y));
+        store_pair(its, rows.stride_col, in_vectors, col, cols,
+                   ptx::pack<Element>(finish(part.at(i, j)), finish(part.at(i, j + 1))));
       }
     }
   }
