@@ -372,6 +372,3 @@ def test_vjp_equals_forward_then_backward(engine):
     want = gradients(engine, q, k, v, dout, dlse, deterministic=True)
     got = (engine.asnumpy(each) for each in (grads.dq, grads.dk, grads.dv))
     assert all(map(same_bits, got, want))
-
-
-# Same inputs, same bits ----------------------------------------------------------------------

@@ -167,7 +167,7 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     # and 32 of them), and last those of the three kernels of "bwd".
     ("bwd_one", 32): (
         Sm80Tile(64, 128, 32, 2, max_spill_bytes=128),  # 391; 477
-        Sm80Tile(64, 64, 32, 4, max_spill_bytes=128),  # 266, 32 queries 274; 498
+        Sm80Tile(64, 64, 32, 4, max_spill_bytes=128),  # 256, 32 queries 274; 498; since then 266
         Sm80Tile(32, 32, 32, 8),  # 216, of 64 x 64 528; 888
     ),
     ("bwd_one", 64): (
