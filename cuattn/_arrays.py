@@ -9,7 +9,9 @@ never imported here: who holds a CuPy array has imported it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +32,12 @@ NEW_OUT = "pass an array from numpy.empty or cupy.empty that you keep, or drop o
 
 #: Steps that the search for two overlapping elements may take before it counts as an overlap.
 OVERLAP_WORK = 100_000
+
+#: Bytes to which parts of one allocation are aligned, as allocations are at least.
+ALIGNMENT = 256
+
+#: New arrays of so many bytes in all share an allocation.
+TOGETHER_BYTES = 1 << 20
 
 AXES = "bshd"
 LSE_AXES = "bhs"
@@ -276,10 +284,41 @@ def layout_for(layout: object, name: str, ndim: int) -> Layout:
     raise ArgumentError(explain_argument(name, f"{ndim} axes", expected, remedy))
 
 
-def empty(device: int | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """New C-contiguous memory: NumPy's on the host, CuPy's pool on the current device."""
-    # why not cupy.empty: it makes this call after one more, and a backward makes three
-    return np.empty(shape, dtype) if device is None else sys.modules["cupy"].ndarray(shape, dtype)
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewArrays:
+    """C-contiguous arrays that every call makes anew: NumPy's, or in CuPy's pool.
+
+    On a device, small ones lie in one piece of memory, which is freed with the last of them: asking
+    the pool takes as long as half of what makes an array. Large ones can be freed one by one.
+    """
+
+    device: int | None
+    #: Shape and dtype of each, and the byte at which it lies.
+    places: tuple[tuple[tuple[int, ...], np.dtype[Any], int], ...]
+    nbytes: int  # of the one piece, or 0
+
+    @staticmethod
+    def of(device: int | None, *arrays: tuple[tuple[int, ...], np.dtype[Any]]) -> NewArrays:
+        """Arrays of these shapes and dtypes."""
+        places, end = [], 0
+        for shape, dtype in arrays:
+            places.append((shape, dtype, end))
+            size = math.prod(shape) * dtype.itemsize
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        is_one = device is not None and len(arrays) > 1 and end <= TOGETHER_BYTES
+        return NewArrays(device, tuple(places), end if is_one else 0)
+
+    def __call__(self) -> list[Array]:
+        """Make them; the device must be current."""
+        if self.device is None:
+            return [np.empty(shape, dtype) for shape, dtype, _ in self.places]
+        cupy = sys.modules["cupy"]
+        # why not cupy.empty: it makes this call after one more
+        ndarray = cupy.ndarray
+        if self.nbytes == 0:
+            return [ndarray(shape, dtype) for shape, dtype, _ in self.places]
+        memory = cupy.cuda.alloc(self.nbytes)
+        return [ndarray(shape, dtype, memory + begin) for shape, dtype, begin in self.places]
 
 
 _STAY = contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Exact attention on arrays: what the user calls, one way down to the engine.
 
 Checks are remembered per look of a call (shapes, strides, dtypes, devices, options), so a repeated
-one only looks its ``ForwardCall`` up, allocates, and hands arrays and layout to ``cuattn.execute``.
+one only looks its ``ForwardCall`` up, makes its results, and hands all to ``cuattn.execute``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cuattn import execute
-from cuattn._arrays import check_destination, empty, on_device, spec_of
+from cuattn._arrays import check_destination, on_device, spec_of
 from cuattn._typing import Array
 from cuattn.errors import DTypeError, explain_argument
 from cuattn.planning.options import NOT_GIVEN, Options
-from cuattn.planning.validate import ForwardCall, backward_problem, forward_call, names_in
+from cuattn.planning.validate import ForwardCall, backward_call, forward_call, names_in
 from cuattn.residuals import Gradients, Residuals
 
 T = TypeVar("T")
@@ -44,9 +44,13 @@ def _forward(
 ) -> tuple[Array, Array | None, ForwardCall]:
     call = prepare(q, k, v, out, options)
     with on_device(call.device):
-        if out is None:
-            out = empty(call.device, call.out_shape, call.out_dtype)
-        lse = empty(call.device, call.lse_shape, call.lse_dtype) if keep_lse else None
+        lse = None
+        if out is None and keep_lse:
+            out, lse = call.new_out_and_lse()
+        elif out is None:
+            (out,) = call.new_out()
+        elif keep_lse:
+            (lse,) = call.new_lse()
         execute.forward(call.problem, call.layout, q, k, v, out, lse)
     return out, lse, call
 
@@ -295,19 +299,19 @@ def attention_backward(
         expected, remedy = "Residuals", "pass the second result of attention_forward"
         raise DTypeError(explain_argument("res", type(res).__name__, expected, remedy))
     call = res.call
-    problem = backward_problem(
+    backward = backward_call(
         call,
         None if dout is None else spec_of("dout", dout),
         None if dlse is None else spec_of("dlse", dlse),
         names_in(wrt),
     )
     with on_device(call.device):
-        gradients = {
-            "d" + name: empty(call.device, getattr(call, name).shape, call.q.dtype)
-            for name in problem.wrt
-        }
+        gradients = dict(zip(backward.names, backward.new_gradients(), strict=True))
         execute.backward(
-            problem, call.layout, res.q, res.k, res.v, res.out, res.lse, dout, dlse, gradients
+            backward.problem,
+            call.layout,
+            *(res.q, res.k, res.v, res.out, res.lse, dout, dlse),
+            gradients,
         )
     return Gradients(**gradients)
 

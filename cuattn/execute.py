@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from cuattn._arrays import Layout
+from cuattn._arrays import ALIGNMENT, Layout
 from cuattn._typing import Array
 from cuattn.abi import structs
 from cuattn.abi.template import Template
@@ -28,9 +28,6 @@ from cuattn.planning.plan import ITEMSIZE, KernelSpec, Plan, parameters
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import ceil_div
 from cuattn.planning.select import plan_for
-
-#: Bytes to which buffers of a workspace are aligned, as allocations are at least.
-_ALIGNMENT = 256
 
 
 def unit_of(spec: KernelSpec) -> Unit:
@@ -104,7 +101,7 @@ def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
     itemsize, places, end = ITEMSIZE[plan.problem.accumulator], [], 0
     for name, size in plan.workspace:
         places.append((name, end))
-        end += ceil_div(size * itemsize, _ALIGNMENT) * _ALIGNMENT
+        end += ceil_div(size * itemsize, ALIGNMENT) * ALIGNMENT
     return places, end
 
 

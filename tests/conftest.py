@@ -10,12 +10,9 @@ import compare
 import hypothesis
 import pytest
 import record
-from engines import CUDA_ENGINES, CudaEngine, NumpyEngine
+from engines import CUDA_ENGINES, CudaEngine, NumpyEngine, family_of
 
-from cuattn import execute
 from cuattn.cpu import heads
-from cuattn.planning import select
-from cuattn.planning.families import FAMILIES
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=False)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -48,16 +45,11 @@ def engine(request):
     if request.param == "numpy":
         yield NumpyEngine()
         return
-    family, its_way = CUDA_ENGINES[request.param]
-    with pytest.MonkeyPatch.context() as patch, its_way():
-        # The family under test first, the one that takes everything behind it.
-        patch.setattr(select, "FAMILIES", (family, FAMILIES[-1]))
+    with pytest.MonkeyPatch.context() as patch, family_of(request.param) as family:
         dtypes = family.dtypes
         patch.setattr(calls, "DTYPE", "float32" if "float32" in dtypes else dtypes[-1])
         patch.setattr(compare, "ROUNDS_TO_ZERO", dtypes if family.rounds_to_zero else ())
-        execute.forget()
         yield CudaEngine(family)
-    execute.forget()
 
 
 def pytest_addoption(parser):

@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+from unittest import mock
 
 import numpy as np
 from strategies import DTYPES
 from tiles import RANKS, keys_in_tiles, tile_of_rank
 
+from cuattn import execute
+from cuattn.planning import select
 from cuattn.planning.families import FAMILIES
 from cuattn.planning.sm80 import SM80
 
@@ -33,6 +36,16 @@ class NumpyEngine:
 #: Every family, and the one that has two ways for short sequences in its second.
 CUDA_ENGINES = {family.name: (family, contextlib.nullcontext) for family in FAMILIES}
 CUDA_ENGINES["sm80-tiles"] = (SM80, keys_in_tiles)
+
+
+@contextlib.contextmanager
+def family_of(name):
+    """The family of an engine, tried first in every plan; behind it the one that takes all."""
+    family, its_way = CUDA_ENGINES[name]
+    with mock.patch.object(select, "FAMILIES", (family, FAMILIES[-1])), its_way():
+        execute.forget()
+        yield family
+    execute.forget()
 
 
 class CudaEngine:

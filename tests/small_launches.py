@@ -15,13 +15,11 @@ import itertools
 
 import cupy
 import numpy as np
-from engines import CUDA_ENGINES
+from engines import CUDA_ENGINES, family_of
 from strategies import Problem
 from tiles import RANKS, tile_of_rank
 
 import cuattn
-from cuattn.planning import select
-from cuattn.planning.families import FAMILIES
 
 PROBLEMS = (
     Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
@@ -43,14 +41,13 @@ PROBLEMS = (
 def main() -> None:
     """Run every problem in every tile of every family that takes its dtype."""
     cupy.cuda.set_allocator(None)
-    for name, (family, its_way) in CUDA_ENGINES.items():
-        # The family under test first, the one that takes everything behind it.
-        select.FAMILIES = (family, FAMILIES[-1])
-        mine = [problem for problem in PROBLEMS if problem.dtype in family.dtypes]
-        for rank, problem in itertools.product(RANKS, mine):
-            with its_way(), tile_of_rank(rank):
-                run(problem)
-            print(name, problem.dtype, "in tile", rank, "ran", flush=True)
+    for name in CUDA_ENGINES:
+        with family_of(name) as family:
+            mine = [problem for problem in PROBLEMS if problem.dtype in family.dtypes]
+            for rank, problem in itertools.product(RANKS, mine):
+                with tile_of_rank(rank):
+                    run(problem)
+                print(name, problem.dtype, "in tile", rank, "ran", flush=True)
 
 
 def run(problem: Problem) -> None:

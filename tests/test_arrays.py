@@ -19,6 +19,7 @@ from compare import assert_backward, assert_forward
 from strategies import DTYPES, LAYOUTS, STRIDES, Problem, with_strides
 
 import cuattn
+from cuattn._arrays import NewArrays
 from cuattn.planning.problem import Band
 
 # Arrays --------------------------------------------------------------------------------------
@@ -248,3 +249,41 @@ def test_out_is_untouched_on_an_error(engine):
     with pytest.raises(cuattn.CuattnError):
         cuattn.attention(q, k, v, softcap=1.0, out=out)
     assert (engine.asnumpy(out) == 7).all()
+
+
+SMALL, LARGE = ((3, 5), np.dtype("float32")), ((1 << 17, 2), np.dtype("float32"))
+
+
+def test_new_arrays_of_a_device_share_memory_where_they_are_small():
+    few = NewArrays.of(0, SMALL, SMALL)
+    assert few.places == ((*SMALL, 0), (*SMALL, 256))
+    assert few.nbytes == 512
+    assert NewArrays.of(0, SMALL, LARGE).nbytes == 0  # together more than a MiB
+    assert NewArrays.of(0, SMALL).nbytes == NewArrays.of(None, SMALL, SMALL).nbytes == 0
+
+
+def test_new_arrays_are_contiguous_and_do_not_meet(engine):
+    device = None if engine.name == "numpy" else 0
+    for kinds in ((SMALL, SMALL, LARGE), (SMALL, SMALL), (SMALL,), (((0, 4), SMALL[1]), SMALL)):
+        arrays = NewArrays.of(device, *kinds)()
+        for number, (array, (shape, dtype)) in enumerate(zip(arrays, kinds, strict=True)):
+            assert (array.shape, array.dtype) == (shape, dtype)
+            assert array.flags.c_contiguous
+            array[...] = number
+        for number, array in enumerate(arrays):
+            assert (engine.asnumpy(array) == number).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["sm80"], indirect=True, scope="module")
+def test_small_gradients_are_one_allocation_and_outlive_each_other(engine):
+    q, k, v = map(engine.asarray, qkv(dtype="float16"))
+    out, vjp = cuattn.attention_vjp(q, k, v)
+    gradients, again = vjp(out), vjp(out)
+    pieces = [each.data.mem for each in (gradients.dq, gradients.dk, gradients.dv)]
+    assert pieces[0] is pieces[1] is pieces[2]
+    kept, expected = gradients.dk, engine.asnumpy(gradients.dk)
+    assert again.dk.data.mem is not pieces[0]
+    del gradients, pieces
+    vjp(2 * out)
+    assert np.array_equal(engine.asnumpy(kept), expected)

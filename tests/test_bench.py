@@ -78,14 +78,14 @@ def test_host_time_of_a_device_has_a_launch(monkeypatch):
     import cupy
 
     monkeypatch.setattr("cuattn.bench.host_time.REPEATS", 1)
-    assert all({"total", "launch"} <= row.keys() for row in measure(cupy, "float32"))
+    assert all({"total", "launch", "device"} <= row.keys() for row in measure(cupy, "float32"))
 
 
 def test_host_time_has_parts(monkeypatch):
     monkeypatch.setattr("cuattn.bench.host_time.REPEATS", 1)
     rows = measure(np, "float32")
     assert [row["pass"] for row in rows] == ["forward", "backward", "forward+backward"]
-    assert all(row.keys() == {"dtype", "pass", "allocation", "own"} for row in rows)
+    assert all(row.keys() == {"dtype", "seqlen", "pass", "allocation", "own"} for row in rows)
 
 
 def test_without_an_engine_nothing_is_computed():

@@ -37,6 +37,14 @@ def test_the_grid_has_every_cell_with_as_many_tokens():
         assert (cell.passes, cell.dtype) == (("forward", "backward"), "float16")
 
 
+def test_a_sequence_alone_has_the_hidden_size_of_the_grid():
+    cells = workloads.alone("bfloat16", head_dims=(64,), masks=("full",))
+    assert [(each.batch, each.seqlen_q, each.seqlen_k) for each in cells] == [
+        (1, seqlen, seqlen) for seqlen in (256, 512, 1024, 2048, 4096)
+    ]
+    assert {each.num_heads * each.head_dim for each in cells} == {2048}
+
+
 def test_flops_are_those_of_two_products_half_if_causal_and_of_five_in_a_backward():
     full, causal = (
         Workload("", 3, 100, 200, 5, 64, "full", "bfloat16"),
@@ -83,7 +91,8 @@ def options(*words):
 def test_without_options_everything_is_measured():
     arguments = options()
     chosen = half.chosen_workloads(arguments)
-    assert [each.name for each in chosen] == ["grid"] * 36 + ["few-queries"] + ["long"] * 7
+    names = ["grid"] * 36 + ["alone"] * 30 + ["few-queries"] + ["long"] * 7
+    assert [each.name for each in chosen] == names
     assert {each.dtype for each in chosen} == {"bfloat16"}
     assert arguments.rounds == timing.REPEATS
     assert ["cuattn", *arguments.peers] == list(peers.TITLES) == list(plot.STYLES)

@@ -1,12 +1,12 @@
 """cuattn.planning: who takes a problem, with which kernels and grids; a device is plain data."""
 
-import itertools
 import re
 from dataclasses import replace
 
 import needs
 import pytest
 import record
+from plans import DEVICES, H200, LARGE, OPS, SMALL, deterministic, kernels, plan
 from strategies import DTYPES
 from tiles import RANKS
 
@@ -14,34 +14,18 @@ from cuattn.abi.structs import Wrt
 from cuattn.errors import ArgumentError, CompileError, UnsupportedError
 from cuattn.execute import unit_of
 from cuattn.jit.compile import CompileOptions, compile_unit
-from cuattn.planning.device import KNOWN, Device, known_device
+from cuattn.planning.device import Device, known_device
 from cuattn.planning.families import FAMILIES, every_spec
 from cuattn.planning.plan import ITEMSIZE
-from cuattn.planning.schedule import RangeSchedule, ceil_div
+from cuattn.planning.schedule import ceil_div
 from cuattn.planning.select import MAX_GRID, plan_for
 from cuattn.planning.simt import grid
-from cuattn.planning.sm80 import SM80, smem_bytes
-from cuattn.planning.tuning import BUCKETS, SM80_TILES, TILES
+from cuattn.planning.sm80 import SM80
+from cuattn.planning.tuning import SM80_TILES, TILES
 from cuattn.precompile import default_specs
 
-H200 = known_device("sm_90a")
 TESLA_V100 = Device("sm_70", 80, 96 << 10)
-DEVICES = list(KNOWN.values())
-OPS = ("forward", "backward")
 BY_NAME = {family.name: family for family in FAMILIES}
-
-#: (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v)
-LARGE = (2, 4096, 4096, 16, 16, 64, 64)
-SMALL = (1, 8, 8, 1, 1, 64, 64)
-
-
-def plan(op="forward", dtype="float32", device=H200, shape=LARGE, **how):
-    return plan_for(record.problem(op, dtype, shape=shape, **how), device)
-
-
-def kernels(of):
-    """The names without their tile."""
-    return [re.sub(r"_m\d+n\d+d\d+", "", launch.kernel.name) for launch in of.launches]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
@@ -150,84 +134,12 @@ def test_a_backward_launches_what_it_is_asked_for_and_delta_first(wrt, expected)
     assert steps == expected
 
 
-def deterministic(asked):
-    return replace(asked, deterministic=True)
-
-
-def test_16_bit_gradients_are_one_kernel_unless_bits_must_repeat():
-    def steps(asked):
-        names = (launch.kernel.name for launch in plan_for(asked, H200).launches)
-        return [re.match(r"cuattn_bwd_(\w+?)_f16", name)[1] for name in names]
-
-    asked = record.problem("backward", "float16")
-    together = ["prepare", "sm80", "finish_sm80"]
-    apart = ["prepare", "q_sm80", "kv_sm80"]
-    assert steps(asked) == steps(replace(asked, deterministic=False)) == together
-    assert steps(deterministic(asked)) == apart
-    for wrt, expected in ((("q",), apart[:2]), (("k", "v"), [apart[0], apart[2]])):
-        some = record.problem("backward", "float16", wrt=wrt)
-        assert steps(some) == steps(deterministic(some)) == expected
-    assert steps(record.problem("backward", "float16", wrt=("q", "v"))) == together
-
-
-@pytest.mark.parametrize("block_d", BUCKETS)
-def test_where_one_tile_holds_all_keys_a_16_bit_backward_is_one_kernel(block_d):
-    """The smallest that does, for any gradients and whether bits must repeat or not."""
-    tiles = SM80_TILES["bwd_one", block_d]
-    for seqlen_k in (1, *(tile.block_n + past for tile in tiles for past in (0, 1))):
-        shape = (3, 500, seqlen_k, 6, 2, block_d, block_d - 5)
-        holding = [tile.block_n for tile in tiles if tile.block_n >= seqlen_k]
-        for wrt, repeats in itertools.product((("q", "k", "v"), ("q",), ("k", "v")), (None, True)):
-            asked = record.problem("backward", "float16", shape=shape, wrt=wrt)
-            made = plan_for(replace(asked, deterministic=repeats), H200)
-            if not holding:
-                assert "prepare" in made.launches[0].kernel.name
-                continue
-            (launch,) = made.launches
-            assert kernels(made) == ["cuattn_bwd_one_sm80_f16"]
-            assert (launch.grid, made.workspace) == (3 * 2, ())
-            assert dict(launch.kernel.config)["block_n"] == min(holding)
-
-
-def test_a_backward_of_few_keys_that_is_more_than_one_kernel():
-    """There is no key, dout is rounded first, or the device has too little shared memory."""
-    few = (1, 64, 64, 2, 2, 256, 256)
-    for made in (
-        plan("backward", "float16", shape=(1, 64, 0, 2, 2, 256, 256)),
-        plan("backward", "float16", shape=few, out_dtype="float32"),
-        plan("backward", "float16", known_device("sm_86"), few),
-    ):
-        assert "prepare" in made.launches[0].kernel.name
-
-
 def test_a_forward_is_one_launch_and_needs_no_workspace():
     for dtype, family in (("bfloat16", "sm80_bf16"), ("float32", "tf32x3_f32")):
         made = plan("forward", dtype)
         assert kernels(made) == [f"cuattn_fwd_{family}"]
         assert made.workspace == ()
         assert made.num_splits == 1
-
-
-def test_few_query_tiles_split_the_keys_to_fill_the_device():
-    made = plan("forward", "bfloat16", shape=(1, 128, 65536, 16, 16, 128, 128))
-    assert made.num_splits > 1
-    own, merge = made.launches
-    assert 132 <= own.grid <= 2 * 132
-    assert "fwd_merge" in merge.kernel.name
-    rows = 16 * 128
-    sizes = {"part_out": made.num_splits * rows * 128, "part_lse": made.num_splits * rows}
-    assert dict(made.workspace) == sizes
-    short = plan("forward", "bfloat16", shape=(1, 128, 128, 1, 1, 128, 128))
-    assert short.num_splits == 1  # a split of so few keys would not pay
-
-
-def test_a_part_of_the_keys_may_be_empty_for_some_rows():
-    """The problem of test_forward.test_rows_that_see_nothing_of_a_part_of_the_keys."""
-    asked = record.problem("forward", "bfloat16", shape=(1, 1030, 1030, 1, 1, 64, 64))
-    made = plan_for(asked, H200)
-    config = dict(made.launches[0].kernel.config)
-    schedule = RangeSchedule.of(asked, config["block_m"], config["block_n"])
-    assert len(list(schedule.key_tiles(0))) < made.num_splits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,6 +173,8 @@ def test_without_keys_rows_still_get_their_zeros():
     made = plan("backward", shape=(2, 8, 0, 2, 2, 8, 8))
     assert [name.split("_")[2] for name in kernels(made)] == ["prepare", "q"]
     made = plan("backward", "float16", shape=(2, 8, 0, 2, 2, 8, 8))
+    assert [name.split("_")[2] for name in kernels(made)] == ["both"]
+    made = plan("backward", "float16", shape=(2, 8, 0, 2, 2, 8, 8), out_dtype="float32")
     assert [name.split("_")[2] for name in kernels(made)] == ["prepare", "finish"]
 
 
@@ -314,47 +228,6 @@ def test_a_grid_covers_every_row_key_and_head_dim(shape):
         assert launch.grid == blocks * heads * batch
 
 
-@pytest.mark.parametrize("shape", [LARGE, SMALL, (3, 129, 65, 6, 3, 100, 200)])
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_16_bit_grid_covers_every_row_and_key(shape, repeats):
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, *_ = shape
-    forward, backward = (record.problem(op, "bfloat16", shape=shape) for op in OPS)
-    plans = plan_for(forward, H200), plan_for(replace(backward, deterministic=repeats), H200)
-    for made in plans:
-        for launch in made.launches:
-            config, name = dict(launch.kernel.config), launch.kernel.name
-            if "warp_rows" not in config:
-                continue
-            rows = ceil_div(seqlen_q, config["block_m"]) * heads_q * batch
-            keys = ceil_div(seqlen_k, config["block_n"]) * heads_kv * batch
-            if "finish" in name:
-                numbers = config["block_m"] * config["block_d"]
-                assert launch.grid * launch.kernel.num_threads * 4 == rows * numbers
-            elif "fwd" in name or "bwd_q" in name:
-                assert launch.grid == rows * made.num_splits
-            else:
-                assert launch.grid == keys
-
-
-@pytest.mark.parametrize("key", SM80_TILES, ids=lambda key: f"{key[0]}-{key[1]}")
-def test_16_bit_tiles_go_from_large_to_small_and_the_last_fits_all(key):
-    kernel, block_d = key
-    tiles = SM80_TILES[key]
-    areas = [tile.block_m * tile.block_n for tile in tiles]
-    assert areas == sorted(areas, reverse=True)
-    assert len(tiles) <= len(RANKS)
-    if kernel == "bwd_one":  # chosen by another rule, and nothing depends on its fitting
-        return
-    smallest = min(device.smem_per_block for device in DEVICES if SM80.lacking(device) is None)
-    assert smem_bytes(kernel, block_d, tiles[-1]) <= smallest
-    shape = (2, 4096, 4096, 16, 16, block_d, block_d)
-    op = "forward" if kernel == "fwd" else "backward"
-    large = record.problem(op, "bfloat16", shape=shape)
-    small = record.problem(op, "bfloat16", shape=(1, 8, 8, 1, 1, block_d, block_d))
-    assert SM80.choose_tile(kernel, large, H200) == tiles[0]
-    assert SM80.choose_tile(kernel, small, H200) == tiles[-1]
-
-
 def test_only_the_16_bit_loops_may_spill_and_little():
     for spec in every_spec(H200):
         config = dict(spec.config)
@@ -369,7 +242,7 @@ def one_of_each_kernel():
         wrt = {"fwd": Wrt(0), "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}[kernel]
         tile = TILES[family, kernel, accumulator][-1]
         yield BY_NAME[family].spec(kernel, tile, accumulator, accumulator, wrt)
-    for kernel in ("fwd", "bwd", "bwd_one", "bwd_q", "bwd_kv"):
+    for kernel in ("fwd", "bwd", "bwd_one", "bwd_both", "bwd_q", "bwd_kv"):
         table = SM80_TILES["bwd" if kernel == "bwd_kv" else kernel, 64]
         yield SM80.spec(kernel, 64, table[-1], "bfloat16", "bfloat16")
 

@@ -318,8 +318,9 @@ def test_memory_past_the_end_reaches_nothing(engine, dtype):
     [{"q"}, ["k"], ("v", "q"), {"q", "k", "v"}, None],
     ids=("set", "list", "tuple", "all", "none"),
 )
-def test_wrt_is_a_set_of_argument_names(engine, wrt):
-    q, k, v = qkv()
+@pytest.mark.parametrize("seqlen", [7, 150])
+def test_wrt_is_a_set_of_argument_names(engine, seqlen, wrt):
+    q, k, v = qkv(seqlen, seqlen)
     dout = draw(q.shape)[0]
     everything = gradients(engine, q, k, v, dout, deterministic=True)
     asked = gradients(engine, q, k, v, dout, wrt=wrt, deterministic=True)

@@ -15,7 +15,7 @@ from cuattn._arrays import ArraySpec, overlaps_itself, spec_of
 from cuattn.attention import prepare
 from cuattn.planning.options import Options
 from cuattn.planning.problem import Band
-from cuattn.planning.validate import REMEMBERED, backward_problem, forward_call, remembered
+from cuattn.planning.validate import REMEMBERED, backward_call, forward_call, remembered
 
 # Devices -------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def test_cotangent_elsewhere(name, device):
     error = DTypeError if device is None else ArgumentError
     shape = (2, 6, 4, 8) if name == "dout" else (2, 4, 6)
     specs = {"dout": None, "dlse": None, name: spec(device, shape=shape)}
-    run = lambda: backward_problem(checked(), *specs.values(), None)  # noqa: E731
+    run = lambda: backward_call(checked(), *specs.values(), None)  # noqa: E731
     refused(error, name, "like q", run=run)
 
 
@@ -143,7 +143,7 @@ def test_positions_become_a_band(options, band):
 
 
 def test_gradients_are_asked_in_one_order():
-    problem = backward_problem(checked(), spec(0), None, frozenset("vq"))
+    problem = backward_call(checked(), spec(0), None, frozenset("vq")).problem
     assert problem.wrt == ("q", "v")
     assert problem.op == "backward"
     assert problem.layouts.dq == problem.layouts.dv == (192, 32, 8, 1)

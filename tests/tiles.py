@@ -29,10 +29,14 @@ def tile_of_rank(rank):
     def choose_one(self, problem, device):
         return ranked(self.holding_tiles(problem, device))
 
+    def choose_both(self, problem, device):
+        return ranked(self.side_by_side_tiles(problem, device))
+
     with (
         mock.patch.object(Tiled, "choose_tile", choose),
         mock.patch.object(Sm80, "choose_tile", choose),
         mock.patch.object(Sm80, "one_tile", choose_one),
+        mock.patch.object(Sm80, "both_tile", choose_both),
         _planned_anew(),
     ):
         yield
@@ -40,8 +44,12 @@ def tile_of_rank(rank):
 
 @contextlib.contextmanager
 def keys_in_tiles():
-    """No key is in a tile that holds all of them: short sequences take the way of long ones."""
-    with mock.patch.object(Sm80, "holding_tiles", lambda *_: []), _planned_anew():
+    """No backward is one kernel: short sequences take the way of long ones."""
+    with (
+        mock.patch.object(Sm80, "holding_tiles", lambda *_: []),
+        mock.patch.object(Sm80, "side_by_side_tiles", lambda *_: []),
+        _planned_anew(),
+    ):
         yield
 
 

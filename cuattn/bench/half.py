@@ -25,7 +25,7 @@ from cuattn.bench.workloads import Workload, cupy_with_device, normal_on_device
 
 T = TypeVar("T")
 Row = dict[str, Any]
-PARTS = ("grid", "few-queries", "long")
+PARTS = ("grid", "alone", "few-queries", "long")
 #: A peer whose result is further from cuattn's, as a part of its largest element, computes
 #: something else. Roundings of 16 bit stay far below.
 DIFFERENCE = 0.1
@@ -177,15 +177,16 @@ def run(
 def chosen_workloads(arguments: argparse.Namespace) -> list[Workload]:
     """What the options ask for."""
     dtype, passes = arguments.dtype, tuple(arguments.passes)
+    cells: dict[str, Any] = {
+        "head_dims": arguments.head_dims,
+        "masks": arguments.masks,
+        "passes": passes,
+    }
     chosen = []
     if "grid" in arguments.workloads:
-        chosen += workloads.grid(
-            dtype,
-            head_dims=arguments.head_dims,
-            masks=arguments.masks,
-            seqlens=arguments.seqlens,
-            passes=passes,
-        )
+        chosen += workloads.grid(dtype, seqlens=arguments.seqlens, **cells)
+    if "alone" in arguments.workloads:
+        chosen += workloads.alone(dtype, **cells)
     if "few-queries" in arguments.workloads and "forward" in passes:
         chosen.append(workloads.few_queries(dtype))
     if "long" in arguments.workloads:
@@ -196,11 +197,12 @@ def chosen_workloads(arguments: argparse.Namespace) -> list[Workload]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     choose: dict[str, Any] = {"nargs": "+", "metavar": "X"}
+    of_cells = "of the grid and of sequences alone"
     lengths, all_lengths = workloads.SEQLENS, (*workloads.SHORT_SEQLENS, *workloads.SEQLENS)
     for option, values, choices, what in (
         ("--workloads", PARTS, PARTS, "parts to run: %(choices)s"),
-        ("--head-dims", workloads.HEAD_DIMS, workloads.HEAD_DIMS, "of the grid: %(choices)s"),
-        ("--masks", workloads.MASKS, workloads.MASKS, "of the grid: %(choices)s"),
+        ("--head-dims", workloads.HEAD_DIMS, workloads.HEAD_DIMS, f"{of_cells}: %(choices)s"),
+        ("--masks", workloads.MASKS, workloads.MASKS, f"{of_cells}: %(choices)s"),
         ("--seqlens", lengths, all_lengths, f"of the grid: %(choices)s (from {lengths[0]})"),
         ("--passes", workloads.PASSES, workloads.PASSES, "passes to time: %(choices)s"),
     ):

@@ -1,11 +1,12 @@
 """Host time of a repeated call: ``python -m cuattn.bench.host_time [--json PATH]``.
 
-Microseconds a call, of a small problem and without waiting for the device inside a burst: the least
-of many bursts, for whatever else the machine does can only add to it, and for the total the median
-too. The parts come from leaving work out: without the engine (nothing is launched), and the
-allocations alone; what is left of the first is the launch (with the workspace of a backward), of
-the second cuattn's own Python. Where there is no device, NumPy arrays without an engine show the
-Python part.
+Microseconds a call, without waiting for the device inside a burst: the least of many bursts, for
+whatever else the machine does can only add to it, and for the total the median too. The parts come
+from leaving work out: without the engine (nothing is launched), and the allocations alone; what is
+left of the first is the launch (with the workspace of a backward), of the second cuattn's own
+Python. Beside them stands what the device needs, from replays of a graph of calls: where that is
+more, the host is ahead and its time does not show. Where there is no device, NumPy arrays without
+an engine show the Python part.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -22,13 +22,16 @@ import numpy as np
 
 import cuattn
 from cuattn import execute
-from cuattn._arrays import empty
+from cuattn._arrays import NewArrays
 from cuattn.bench.report import parser, write
 from cuattn.bench.timing import rounds
 from cuattn.bench.workloads import normal
 from cuattn.check import cuda_or_why
 
-SHAPE, DTYPES = (1, 64, 4, 64), ("bfloat16", "float32")
+#: (batch, seqlen, heads, head_dim): a 16-bit backward is one kernel whose tile holds all keys, one
+#: whose two loops run side by side, and three kernels.
+SHAPES = (1, 64, 4, 64), (1, 256, 4, 64), (4, 512, 16, 64)
+DTYPES = "bfloat16", "float32"
 #: Calls of a burst: fewer than a stream takes before its host waits.
 CALLS, REPEATS = 50, 60
 
@@ -40,9 +43,24 @@ def _microseconds(xp: Any, function: Callable[[], object]) -> tuple[float, float
     return 1e6 * min(seconds), 1e6 * statistics.median(seconds)
 
 
-def measure(xp: Any, dtype: str) -> list[dict[str, Any]]:
+def _device_microseconds(xp: Any, function: Callable[[], object]) -> float:
+    """Per call, the least burst of a graph that holds a tenth of its calls."""
+    stream = xp.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(CALLS // 10):
+            function()  # so that the kernels are loaded, and this stream has memory
+        stream.synchronize()
+        stream.begin_capture()
+        for _ in range(CALLS // 10):
+            function()
+        graph = stream.end_capture()
+        (seconds,) = rounds(graph.launch, cupy=xp, calls=10, repeats=REPEATS)
+    return 1e6 * min(seconds) / (CALLS // 10)
+
+
+def measure(xp: Any, dtype: str, shape: tuple[int, ...] = SHAPES[0]) -> list[dict[str, Any]]:
     """One row for the forward, one for the backward, one for both."""
-    q, k, v, dout = normal(xp, 4, SHAPE, dtype)
+    q, k, v, dout = normal(xp, 4, shape, dtype)
     device = None if xp is np else q.device.id
     out, res = cuattn.attention_forward(q, k, v)
 
@@ -56,24 +74,30 @@ def measure(xp: Any, dtype: str) -> list[dict[str, Any]]:
         _, its = cuattn.attention_forward(q, k, v)
         cuattn.attention_backward(its, dout)
 
-    def allocate(arrays: tuple[Any, ...]) -> None:
-        for array in arrays:
-            empty(device, array.shape, array.dtype)
+    def new(*arrays: Any) -> NewArrays:
+        return NewArrays.of(device, *((array.shape, array.dtype) for array in arrays))
+
+    new_forward, new_backward = new(out, res.lse), new(q, k, v)
+
+    def new_both() -> None:
+        new_forward()
+        new_backward()
 
     rows = []
-    for name, call, arrays in (
-        ("forward", forward, (out,)),
-        ("backward", backward, (q, k, v)),
-        ("forward+backward", both, (out, res.lse, q, k, v)),
+    for name, call, allocate in (
+        ("forward", forward, new(out)),
+        ("backward", backward, new_backward),
+        ("forward+backward", both, new_both),
     ):
         with no_engine():
             without, _ = _microseconds(xp, call)
-        allocation, _ = _microseconds(xp, partial(allocate, arrays))
-        row: dict[str, Any] = {"dtype": dtype, "pass": name}
+        allocation, _ = _microseconds(xp, allocate)
+        row: dict[str, Any] = {"dtype": dtype, "seqlen": shape[1], "pass": name}
         row |= {"allocation": allocation, "own": without - allocation}
         if xp is not np:
             row["total"], row["median"] = _microseconds(xp, call)
             row["launch"] = row["total"] - without
+            row["device"] = _device_microseconds(xp, call)
         rows.append(row)
     return rows
 
@@ -99,10 +123,10 @@ def main() -> int:
     if trouble:
         print(f"NumPy arrays, no engine: {trouble}")
     xp = np if trouble else import_module("cupy")
-    rows = [row for dtype in DTYPES for row in measure(xp, dtype)]
+    rows = [row for dtype in DTYPES for shape in SHAPES for row in measure(xp, dtype, shape)]
     for row in rows:
-        parts = ", ".join(f"{part} {row[part]:.1f}" for part in list(row)[2:])
-        print(f"{row['dtype']:8} {row['pass']:17} us a call: {parts}")
+        parts = ", ".join(f"{part} {row[part]:.1f}" for part in list(row)[3:])
+        print(f"{row['dtype']:8} {row['seqlen']:5} {row['pass']:17} us a call: {parts}")
     write(arguments.json, rows)
     return 0
 

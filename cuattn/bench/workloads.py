@@ -21,6 +21,8 @@ PASSES = ("forward", "backward")
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 #: Lengths that the grid takes too where they are asked for.
 SHORT_SEQLENS = (32, 64, 128, 256)
+#: Lengths of a sequence that is alone in its batch.
+ALONE_SEQLENS = (256, 512, 1024, 2048, 4096)
 #: Every cell of the grid has as many tokens, and as many numbers a token.
 TOKENS, HIDDEN = 16384, 2048
 #: Lengths of one sequence, of which memory is measured; the last is timed too.
@@ -93,6 +95,22 @@ def grid(
         for dim in head_dims
         for mask in masks
         for seqlen in seqlens
+    ]
+
+
+def alone(
+    dtype: str,
+    *,
+    head_dims: Iterable[int] = HEAD_DIMS,
+    masks: Sequence[str] = MASKS,
+    passes: tuple[str, ...] = PASSES,
+) -> list[Workload]:
+    """Batches of one sequence, hidden size 2048: too little for a large device."""
+    return [
+        Workload("alone", 1, seqlen, seqlen, HIDDEN // dim, dim, mask, dtype, passes)
+        for dim in head_dims
+        for mask in masks
+        for seqlen in ALONE_SEQLENS
     ]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuattn.abi.structs import DType, Wrt
+from cuattn.planning.cost import Loop, blocks, merge_microseconds
 from cuattn.planning.device import Device
 from cuattn.planning.family import (
     num_rows,
@@ -18,13 +19,15 @@ from cuattn.planning.family import (
 from cuattn.planning.names import kernel_name
 from cuattn.planning.plan import KernelSpec, Launch, Plan
 from cuattn.planning.problem import AttentionProblem
-from cuattn.planning.schedule import RangeSchedule, ceil_div
+from cuattn.planning.schedule import ceil_div
 from cuattn.planning.tuning import BUCKETS, SM80_TILES, Sm80Tile
 
 _MERGE_THREADS = 128
+_MERGE_DIMS = 128, BUCKETS[-1]
 _WARP = 32
-#: A split of the keys has at least so many tiles, or merging costs more than it gains.
-_MIN_TILES_OF_SPLIT = 4
+#: Keys times queries that meet in a block of bwd_both which owns keys and has the SM to itself;
+#: twice so many in one that owns queries.
+_MOST_PAIRS = 64 * 1024
 _ALL = Wrt.Dq | Wrt.Dk | Wrt.Dv
 
 
@@ -33,8 +36,9 @@ class Sm80:
     """mma.sync, ldmatrix and cp.async: head dims to 256 in buckets, any stride and alignment.
 
     Where few query tiles would leave the device idle, the forward splits the keys and merges the
-    parts. A backward whose keys one tile holds is one kernel. Any other adds dq in memory, in any
-    order; ``deterministic=True`` gets two kernels that add nothing there.
+    parts. A backward whose keys one tile holds is one kernel, and so is one whose two loops fit the
+    device side by side. Any other adds dq in memory, in any order; ``deterministic=True`` gets two
+    kernels that add nothing there.
     """
 
     name: str = "sm80"
@@ -60,13 +64,13 @@ class Sm80:
         tile = self.choose_tile("fwd", problem, device)
         splits = _num_splits(tile, problem, device)
         spec = self.spec("fwd", bucket(problem), tile, problem.dtype, problem.out_dtype)
-        launches = [Launch(spec, _grid("fwd", tile, problem) * splits)]
+        launches = [Launch(spec, grid("fwd", tile, problem) * splits)]
         workspace: dict[str, int] = {}
         if splits > 1:
             rows = num_rows(problem)
             launches.append(
                 Launch(
-                    merge_spec(problem.dtype, problem.out_dtype),
+                    merge_spec(problem.dtype, problem.out_dtype, problem.head_dim_v),
                     ceil_div(rows * _WARP, _MERGE_THREADS),
                 )
             )
@@ -76,21 +80,20 @@ class Sm80:
     def _backward(self, problem: AttentionProblem, device: Device) -> Plan:
         casts_dout = problem.out_dtype != problem.dtype
         dims, wrt = bucket(problem), wrt_flags(problem.wrt)
-        one = self.one_tile(problem, device)
-        if one is not None:
-            spec = self.spec("bwd_one", dims, one, problem.dtype, problem.dtype)
-            return Plan.of(
-                self.name, problem, device, [Launch(spec, _grid("bwd_one", one, problem))]
-            )
+
+        def launch(kernel: str, tile: Sm80Tile) -> Launch:
+            spec = self.spec(kernel, dims, tile, problem.dtype, problem.dtype)
+            return Launch(spec, grid(kernel, tile, problem))
+
+        for kernel, its in (("bwd_one", self.one_tile), ("bwd_both", self.both_tile)):
+            tile = its(problem, device)
+            if tile is not None:
+                return Plan.of(self.name, problem, device, [launch(kernel, tile)])
         launches = [prepare_launch(problem, casts_dout=casts_dout)]
         workspace = {"delta": num_rows(problem)}
         if casts_dout:
             # In units of the accumulator, of which two elements fill one.
             workspace["dout_cast"] = ceil_div(num_rows(problem) * problem.head_dim_v, 2)
-
-        def launch(kernel: str, tile: Sm80Tile) -> Launch:
-            spec = self.spec(kernel, dims, tile, problem.dtype, problem.dtype)
-            return Launch(spec, _grid(kernel, tile, problem))
 
         others = wrt & (Wrt.Dk | Wrt.Dv)
         if wrt & Wrt.Dq and others and not problem.deterministic:
@@ -107,16 +110,14 @@ class Sm80:
         return Plan.of(self.name, problem, device, launches, workspace)
 
     def choose_tile(self, kernel: str, problem: AttentionProblem, device: Device) -> Sm80Tile:
-        """The largest tile that fits, is not mostly empty and gives every SM a block."""
-        tiles = self.fitting_tiles(kernel, bucket(problem), device)
-        own = problem.seqlen_k if kernel in ("bwd", "bwd_kv") else problem.seqlen_q
-        for tile in tiles:
-            blocks = _grid(kernel, tile, problem)
+        """The tile that should take least time."""
+
+        def microseconds(tile: Sm80Tile) -> float:
             if kernel == "fwd":
-                blocks *= _most_splits(tile, problem)
-            if blocks >= device.num_sms and own > tile.own(kernel) // 2:
-                return tile
-        return tiles[-1]
+                return _best_splits(tile, problem, device)[0]
+            return Loop.of(kernel, bucket(problem), tile, problem, device).microseconds()
+
+        return min(self.fitting_tiles(kernel, bucket(problem), device), key=microseconds)
 
     def one_tile(self, problem: AttentionProblem, device: Device) -> Sm80Tile | None:
         """The smallest tile that holds all keys, where there is one."""
@@ -129,6 +130,27 @@ class Sm80:
             return []
         tiles = self.fitting_tiles("bwd_one", bucket(problem), device)
         return [tile for tile in tiles if tile.block_n >= problem.seqlen_k]
+
+    def both_tile(self, problem: AttentionProblem, device: Device) -> Sm80Tile | None:
+        """The first tile in which both loops fit the device side by side, where there is one.
+
+        None where a block would work so long that three kernels take less time, which do five
+        products instead of seven.
+        """
+        group = problem.num_heads_q // max(1, problem.num_heads_kv)
+        for tile in self.side_by_side_tiles(problem, device):
+            fits = grid("bwd_both", tile, problem) <= device.num_sms * tile.min_blocks
+            own_keys = tile.block_n * problem.seqlen_q * group
+            own_queries = _own_queries(tile) * problem.seqlen_k
+            if fits and max(own_keys, own_queries // 2) * tile.min_blocks <= _MOST_PAIRS:
+                return tile
+        return None
+
+    def side_by_side_tiles(self, problem: AttentionProblem, device: Device) -> list[Sm80Tile]:
+        """The tiles of bwd_both for a problem, whether they pay or not; none where dout is cast."""
+        if problem.out_dtype != problem.dtype:
+            return []
+        return self.fitting_tiles("bwd_both", bucket(problem), device)
 
     def fitting_tiles(self, kernel: str, block_d: int, device: Device) -> list[Sm80Tile]:
         """The tiles whose shared memory a block of the device can have."""
@@ -182,8 +204,17 @@ class Sm80:
         for dtype, out_dtype in output_dtypes():
             if dtype not in self.dtypes:
                 continue
-            yield merge_spec(dtype, out_dtype)
-            kernels: tuple[str, ...] = ("fwd", "bwd", "bwd_one", "bwd_finish", "bwd_q", "bwd_kv")
+            for head_dim_v in _MERGE_DIMS:
+                yield merge_spec(dtype, out_dtype, head_dim_v)
+            kernels: tuple[str, ...] = (
+                "fwd",
+                "bwd",
+                "bwd_one",
+                "bwd_both",
+                "bwd_finish",
+                "bwd_q",
+                "bwd_kv",
+            )
             if out_dtype != dtype:
                 yield prepare_spec(dtype, out_dtype, casts_dout=True)
                 kernels = ("fwd",)
@@ -213,23 +244,32 @@ def smem_bytes(kernel: str, block_d: int, tile: Sm80Tile) -> int:
         return queries + 2 * tile.num_stages * keys
     if kernel == "bwd_q":
         return 2 * queries + 4 * keys
+    if kernel == "bwd_both":
+        own_keys = smem_bytes("bwd_kv", block_d, tile) + queries
+        return max(own_keys, 4 * block_d * (_own_queries(tile) + 2 * tile.block_m))
     weights = 2 * tile.block_m * tile.block_n
     gradients = {"bwd_kv": 0, "bwd_one": 1}.get(kernel, 2) * weights
     outputs = queries if kernel == "bwd_one" else 0
     return 2 * keys + 4 * queries + weights + gradients + 16 * tile.block_m + outputs
 
 
-def merge_spec(dtype: str, out_dtype: str) -> KernelSpec:
+def _own_queries(tile: Sm80Tile) -> int:
+    """Queries that a block of bwd_both owns: 16 for each of its warps."""
+    return 16 * 2 * tile.block_n // tile.warp_rows
+
+
+def merge_spec(dtype: str, out_dtype: str, head_dim_v: int) -> KernelSpec:
     """The kernel that merges splits of the keys."""
+    block_d = next(dims for dims in _MERGE_DIMS if dims >= head_dim_v)
     return KernelSpec(
-        name=kernel_name("fwd_merge", dtype, out_dtype),
+        name=f"{kernel_name('fwd_merge', dtype, out_dtype)}_d{block_d}",
         header="kernel/fwd_merge.cuh",
         entry="kernel::fwd_merge",
         config_struct="MergeConfig",
         config=(
             ("dtype", DType.of(dtype)),
             ("out_dtype", DType.of(out_dtype)),
-            ("block_d", BUCKETS[-1]),
+            ("block_d", block_d),
             ("num_threads", _MERGE_THREADS),
         ),
         params_struct="FwdParams",
@@ -239,27 +279,29 @@ def merge_spec(dtype: str, out_dtype: str) -> KernelSpec:
     )
 
 
-def _grid(kernel: str, tile: Sm80Tile, problem: AttentionProblem) -> int:
-    """Blocks: owned tiles x heads x batch."""
-    if kernel in ("bwd", "bwd_one", "bwd_kv"):
-        return ceil_div(problem.seqlen_k, tile.block_n) * problem.num_heads_kv * problem.batch
-    return ceil_div(problem.seqlen_q, tile.block_m) * problem.num_heads_q * problem.batch
+def grid(kernel: str, tile: Sm80Tile, problem: AttentionProblem) -> int:
+    """Blocks of a launch, but for splits of the keys."""
+    if kernel != "bwd_both":
+        return blocks(kernel, tile, problem)
+    wanted = wrt_flags(problem.wrt)
+    owners = replace(tile, block_m=_own_queries(tile))
+    keys = blocks("bwd_kv", tile, problem) if wanted & (Wrt.Dk | Wrt.Dv) else 0
+    return keys + (blocks("bwd_q", owners, problem) if wanted & Wrt.Dq else 0)
 
 
-def _most_splits(tile: Sm80Tile, problem: AttentionProblem) -> int:
-    """Parts that the keys of the longest query tile can have."""
-    schedule = RangeSchedule.of(problem, tile.block_m, tile.block_n)
-    last = max(0, schedule.num_m_blocks - 1)
-    most = max(map(_length, (schedule.key_range(0), schedule.key_range(last))))
-    return max(1, ceil_div(most, tile.block_n) // _MIN_TILES_OF_SPLIT)
+def _best_splits(tile: Sm80Tile, problem: AttentionProblem, device: Device) -> tuple[float, int]:
+    """The least estimate of a forward, and for how many parts of the keys.
 
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
+    As many as fill the device twice at most, that number or a whole part of it.
+    """
+    loop = Loop.of("fwd", bucket(problem), tile, problem, device)
+    slots = 2 * device.num_sms * tile.min_blocks // max(1, loop.blocks)
+    most = max(1, min(slots, max(loop.passes)))
+    return min(
+        (loop.microseconds(splits) + merge_microseconds(problem, splits), splits)
+        for splits in {most // fewer for fewer in range(1, most + 1)}
+    )
 
 
 def _num_splits(tile: Sm80Tile, problem: AttentionProblem, device: Device) -> int:
-    """Parts of the keys: as many as fill the device once, where half of it would be idle."""
-    blocks = max(1, _grid("fwd", tile, problem))
-    slots = device.num_sms * tile.min_blocks
-    return max(1, min(slots // blocks, _most_splits(tile, problem)))
+    return _best_splits(tile, problem, device)[1]

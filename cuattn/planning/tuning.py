@@ -90,6 +90,9 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
 }
 
 
+#: SMs of the device that the tables were measured on.
+TABLE_SMS = 132
+
 #: Head dims that the sm80 kernels compute; a problem takes the first that holds its own.
 BUCKETS = (32, 64, 96, 128, 192, 256)
 
@@ -102,6 +105,7 @@ class Sm80Tile:
     block_n: int
     warp_rows: int
     min_blocks: int  # blocks that an SM must be able to hold: bounds the registers of a thread
+    tflops: int = 0  # as measured, for the choice among the rows; 0: another rule chooses
     held_steps: int = 0  # 16 dims each of q that stay in registers, in a forward
     num_stages: int = 2  # tiles of K and V in shared memory, in a forward
     max_spill_bytes: int = 0  # what may go to local memory where all registers are taken
@@ -111,57 +115,62 @@ class Sm80Tile:
         return self.block_m if kernel in ("fwd", "bwd_q") else self.block_n
 
 
-#: By kernel and bucket, the largest tile first; the last one fits every device. Numbers are TFLOP/s
-#: on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size about 2048, seqlen 4096, full,
-#: 2026-11-29 and 30, the alternatives of a line in turn; a backward counts 2.5 times its forward,
-#: bwd_q 1.5 times (with the kernel that computes delta). Between lines the clock may have changed.
-#: What else was tried is in kernels_cu/TUNING.md.
+#: By kernel and bucket, the largest tile first; the last one of a loop fits every device. A row's
+#: number and those beside it are TFLOP/s on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden
+#: size about 2048, seqlen 4096, full, 2026-11-29 and 30, the alternatives of a line in turn; a
+#: backward counts 2.5 times its forward, bwd_q 1.5 times (with the kernel that computes delta).
+#: Between lines the clock may have changed. What else was tried is in kernels_cu/TUNING.md.
 SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("fwd", 32): (
-        Sm80Tile(128, 64, 32, 3, 2),  # 234; two blocks an SM 205, 128 x 128 231
-        Sm80Tile(64, 64, 16, 2, 2),  # 211
+        Sm80Tile(128, 64, 32, 3, 234, held_steps=2),  # two blocks an SM 205, 128 x 128 231
+        Sm80Tile(64, 64, 16, 2, 211, held_steps=2),
     ),
     ("fwd", 64): (
-        Sm80Tile(128, 128, 32, 2, max_spill_bytes=128),  # 332; 128 x 64 with Q held 317
-        Sm80Tile(64, 64, 16, 2, 4),  # 243
+        Sm80Tile(128, 128, 32, 2, 332, max_spill_bytes=128),  # 128 x 64 with Q held 317
+        Sm80Tile(64, 64, 16, 2, 243, held_steps=4),
     ),
     ("fwd", 96): (
-        Sm80Tile(128, 64, 32, 2),  # 352; 128 x 96 347, two steps held 346
-        Sm80Tile(64, 64, 16, 2, 6),  # 282
+        Sm80Tile(128, 64, 32, 2, 352),  # 128 x 96 347, two steps held 346
+        Sm80Tile(64, 64, 16, 2, 282, held_steps=6),
     ),
     ("fwd", 128): (
-        Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 377; with one stage 364
-        Sm80Tile(64, 64, 16, 2, 8),  # 264
+        Sm80Tile(128, 64, 32, 2, 377, max_spill_bytes=128),  # with one stage 364
+        Sm80Tile(64, 64, 16, 2, 264, held_steps=8),
     ),
     # Beside 128 x 64 in one block an SM: better at most lengths, and much so at short ones.
-    ("fwd", 192): (Sm80Tile(64, 64, 16, 2, 12, 1),),  # 334; 8 steps held 327, 128 x 64 320
-    ("fwd", 256): (Sm80Tile(64, 64, 16, 2, 8, 1, max_spill_bytes=128),),  # 328; 128 x 64 331
+    ("fwd", 192): (
+        Sm80Tile(64, 64, 16, 2, 334, held_steps=12, num_stages=1),  # 8 steps 327, 128 x 64 320
+    ),
+    ("fwd", 256): (
+        # 128 x 64 331
+        Sm80Tile(64, 64, 16, 2, 328, held_steps=8, num_stages=1, max_spill_bytes=128),
+    ),
     ("bwd", 32): (
-        Sm80Tile(64, 128, 32, 2, max_spill_bytes=128),  # 223; 128 queries in one block an SM 209
-        Sm80Tile(64, 64, 16, 2),  # 180, one block an SM 121
+        Sm80Tile(64, 128, 32, 2, 223, max_spill_bytes=128),  # 128 queries in one block an SM 209
+        Sm80Tile(64, 64, 16, 2, 180),  # one block an SM 121
     ),
     ("bwd", 64): (
-        Sm80Tile(128, 128, 32, 1, max_spill_bytes=128),  # 277; 64 queries 239
-        Sm80Tile(64, 64, 16, 2),  # 234, one block an SM 176
+        Sm80Tile(128, 128, 32, 1, 277, max_spill_bytes=128),  # 64 queries 239
+        Sm80Tile(64, 64, 16, 2, 234),  # one block an SM 176
     ),
     ("bwd", 96): (
-        Sm80Tile(64, 128, 32, 1),  # 280
-        Sm80Tile(64, 64, 16, 2, max_spill_bytes=128),  # 246, one block an SM 208
+        Sm80Tile(64, 128, 32, 1, 280),
+        Sm80Tile(64, 64, 16, 2, 246, max_spill_bytes=128),  # one block an SM 208
     ),
     ("bwd", 128): (
-        Sm80Tile(64, 128, 32, 1, max_spill_bytes=128),  # 314
-        Sm80Tile(32, 128, 32, 1),  # 266
-        Sm80Tile(32, 64, 16, 1),  # 180
+        Sm80Tile(64, 128, 32, 1, 314, max_spill_bytes=128),
+        Sm80Tile(32, 128, 32, 1, 266),
+        Sm80Tile(32, 64, 16, 1, 180),
     ),
     ("bwd", 192): (
-        Sm80Tile(64, 64, 16, 1),  # 262
-        Sm80Tile(32, 64, 16, 1),  # 221
-        Sm80Tile(16, 32, 16, 1),  # 172
+        Sm80Tile(64, 64, 16, 1, 262),
+        Sm80Tile(32, 64, 16, 1, 221),
+        Sm80Tile(16, 32, 16, 2, 172),
     ),
     ("bwd", 256): (
-        Sm80Tile(64, 64, 16, 1, max_spill_bytes=128),  # 271
-        Sm80Tile(32, 64, 16, 1),  # 235
-        Sm80Tile(16, 32, 16, 1),  # 181
+        Sm80Tile(64, 64, 16, 1, 271, max_spill_bytes=128),
+        Sm80Tile(32, 64, 16, 1, 235),
+        Sm80Tile(16, 32, 16, 2, 181),
     ),
     # Where one tile holds all keys: microseconds of a backward of as many keys as queries (128, 64
     # and 32 of them), and last those of the three kernels of "bwd".
@@ -194,25 +203,51 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
         Sm80Tile(32, 64, 16, 1),  # 264; 360
         Sm80Tile(32, 32, 16, 1),  # 309, of 32 x 64 335; 347
     ),
+    # Where the blocks of both loops fit the device at once: microseconds of a backward of as many
+    # keys as queries, and last those of three kernels; 4 heads of 256, then 32 of 256 (16 at
+    # head_dim 192), then 64 of 192. The first row that fits is taken.
+    ("bwd_both", 32): (
+        Sm80Tile(64, 64, 16, 1),  # 10.7, 32 x 32 12.4; 15.4
+        Sm80Tile(64, 128, 32, 1),  # 12.4; 16.1
+        Sm80Tile(32, 64, 32, 4),  # 15.1; 16.8
+    ),
+    ("bwd_both", 64): (
+        Sm80Tile(64, 64, 16, 1),  # 14.1, 32 x 64 16.6, 32 x 32 15.4; 17.9
+        Sm80Tile(64, 128, 32, 1),  # 16.0; 19.0
+        Sm80Tile(32, 64, 32, 3),  # 18.9; 21.3
+    ),
+    ("bwd_both", 96): (
+        Sm80Tile(64, 64, 16, 1),  # 17.5, 32 x 64 20.2, 32 x 32 16.9; 21.7
+        Sm80Tile(64, 128, 32, 1),  # 19.4; 23.7
+    ),
+    ("bwd_both", 128): (
+        Sm80Tile(64, 64, 16, 1),  # 19.6, 32 x 64 22.2, 32 x 32 19.2; 26.3
+        Sm80Tile(64, 128, 32, 1, max_spill_bytes=128),  # 23.2; 28.3
+    ),
+    ("bwd_both", 192): (
+        Sm80Tile(32, 32, 16, 1),  # 23.1, 64 x 64 27.3, 32 x 64 30.0; 29.0
+        Sm80Tile(64, 64, 16, 1),  # 27.7; 31.0
+    ),
+    ("bwd_both", 256): (Sm80Tile(32, 32, 16, 1),),  # 26.7, 32 x 64 36.1; 36.9
     ("bwd_q", 32): (
-        Sm80Tile(128, 32, 32, 3),  # 246; 128 x 64 in two blocks an SM 243
-        Sm80Tile(64, 64, 16, 2),  # 220, beside 231 of 128 x 64
+        Sm80Tile(128, 32, 32, 3, 246),  # 128 x 64 in two blocks an SM 243
+        Sm80Tile(64, 64, 16, 2, 220),  # beside 231 of 128 x 64
     ),
     ("bwd_q", 64): (
-        Sm80Tile(128, 64, 32, 2, max_spill_bytes=128),  # 329; 128 x 32 305
-        Sm80Tile(64, 64, 16, 2),  # 271
+        Sm80Tile(128, 64, 32, 2, 329, max_spill_bytes=128),  # 128 x 32 305
+        Sm80Tile(64, 64, 16, 2, 271),
     ),
     ("bwd_q", 96): (
-        Sm80Tile(128, 48, 32, 2, max_spill_bytes=128),  # 345; 128 x 32 309
-        Sm80Tile(64, 64, 16, 2),  # 287, beside 314 of 128 x 32
+        Sm80Tile(128, 48, 32, 2, 345, max_spill_bytes=128),  # 128 x 32 309
+        Sm80Tile(64, 64, 16, 2, 287),  # beside 314 of 128 x 32
     ),
     ("bwd_q", 128): (
-        Sm80Tile(128, 32, 32, 2, max_spill_bytes=128),  # 358; 64 x 64 306
-        Sm80Tile(64, 32, 16, 2),  # 257, beside 354
+        Sm80Tile(128, 32, 32, 2, 358, max_spill_bytes=128),  # 64 x 64 306
+        Sm80Tile(64, 32, 16, 2, 257),  # beside 354
     ),
-    ("bwd_q", 192): (Sm80Tile(64, 32, 16, 2),),  # 294; 64 x 64 266
+    ("bwd_q", 192): (Sm80Tile(64, 32, 16, 2, 294),),  # 64 x 64 266
     ("bwd_q", 256): (
-        Sm80Tile(128, 32, 16, 1),  # 266; 64 x 64 252, with spills
-        Sm80Tile(32, 32, 16, 1),  # 226; 64 x 32 223
+        Sm80Tile(128, 32, 16, 1, 266),  # 64 x 64 252, with spills
+        Sm80Tile(32, 32, 16, 1, 226),  # 64 x 32 223
     ),
 }

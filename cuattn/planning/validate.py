@@ -19,6 +19,7 @@ from cuattn._arrays import (
     NEW_OUT,
     ArraySpec,
     Layout,
+    NewArrays,
     check_dtype,
     check_like,
     check_together,
@@ -67,7 +68,7 @@ def remembered(check: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardCall:
-    """A checked call: the problem, and what to allocate for it in the caller's layout."""
+    """A checked call: the problem, and what to make for it in the caller's layout."""
 
     problem: AttentionProblem
     layout: Layout
@@ -79,6 +80,18 @@ class ForwardCall:
     out_dtype: np.dtype[Any]
     lse_shape: tuple[int, ...]
     lse_dtype: np.dtype[Any]
+    new_out: NewArrays
+    new_lse: NewArrays
+    new_out_and_lse: NewArrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardCall:
+    """A checked backward: the problem, and the gradients to make for it, by name."""
+
+    problem: AttentionProblem
+    names: tuple[str, ...]
+    new_gradients: NewArrays
 
 
 @remembered
@@ -125,16 +138,25 @@ def forward_call(
         ),
     )
     lse_shape = layout.own_lse((batch, heads_q, seqlen_q))
+    its_out, its_lse = (out_shape, out_dtype), (lse_shape, lse_dtype)
     return ForwardCall(
-        problem, layout, q.device, q, k, v, out_shape, out_dtype, lse_shape, lse_dtype
+        problem,
+        layout,
+        q.device,
+        *(q, k, v),
+        *its_out,
+        *its_lse,
+        new_out=NewArrays.of(q.device, its_out),
+        new_lse=NewArrays.of(q.device, its_lse),
+        new_out_and_lse=NewArrays.of(q.device, its_out, its_lse),
     )
 
 
 @remembered
-def backward_problem(
+def backward_call(
     call: ForwardCall, dout: ArraySpec | None, dlse: ArraySpec | None, wrt: frozenset[str] | None
-) -> AttentionProblem:
-    """Check a backward call: the problem, asking for the gradients named in ``wrt``."""
+) -> BackwardCall:
+    """Check a backward call, which asks for the gradients of the inputs named in ``wrt``."""
     layout, layouts = call.layout, call.problem.layouts
     if dout is not None:
         check_together("dout", dout, "q", call.q)
@@ -153,7 +175,11 @@ def backward_problem(
         for name in GIVEN_INPUTS
     )
     layouts = replace(layouts, dq=dq, dk=dk, dv=dv)
-    return replace(call.problem, op="backward", wrt=names, layouts=layouts)
+    return BackwardCall(
+        replace(call.problem, op="backward", wrt=names, layouts=layouts),
+        tuple("d" + name for name in names),
+        NewArrays.of(call.device, *((getattr(call, name).shape, call.q.dtype) for name in names)),
+    )
 
 
 def names_in(wrt: Iterable[str] | None) -> frozenset[str] | None:
@@ -236,7 +262,7 @@ def check_out(out: ArraySpec, q: ArraySpec, shape: tuple[int, ...], dtype: np.dt
 
 
 def contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArraySpec:
-    """What ``empty`` will return."""
+    """What ``NewArrays`` will make."""
     strides, step = [], dtype.itemsize
     for length in reversed(shape):
         strides.append(step)

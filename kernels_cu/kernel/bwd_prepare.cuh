@@ -5,9 +5,8 @@
 // 0, whatever its dout holds. source: Dao et al. 2022, Algorithm 4, line 19 (D_i).
 #pragma once
 #include "ptx/convert.cuh"
-#include "ptx/sync.cuh"
 #include "softmax/gradient.cuh"
-#include "tile/shared_tile.cuh"
+#include "tile/row_dot.cuh"
 
 namespace cuattn::kernel {
 
@@ -28,31 +27,6 @@ struct RowPlace {
   }
 };
 
-// A lane's share of rowsum(dout * out), by vectors of so many elements; writes dout_cast too.
-template <PrepareConfig C, int kLanes, int kSize, class Matrix>
-CUATTN_DEVICE Accumulator<C.dtype> dot(const Matrix& o, const Matrix& dout, int row, int cols,
-                                       Storage<C.dtype>* cast) {
-  using Value = Accumulator<C.dtype>;
-  using Vector = tile::Vector<Storage<C.out_dtype>, kSize>;
-  Value sum = Value(0);
-#pragma unroll 1
-  for (int col = threadIdx.x % kLanes * kSize; col < cols; col += kLanes * kSize) {
-    const Vector its_o = *reinterpret_cast<const Vector*>(&o.at(row, col));
-    const Vector its_dout = *reinterpret_cast<const Vector*>(&dout.at(row, col));
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) {
-      Value x = Value(ptx::widen(its_dout.at[e]));
-      if constexpr (C.casts_dout) {
-        // The products read dout rounded, so must delta, or rows of dS would not sum to 0.
-        ptx::narrow(x, cast[col + e]);
-        x = Value(ptx::widen(cast[col + e]));
-      }
-      sum = ptx::fma(Value(ptx::widen(its_o.at[e])), x, sum);
-    }
-  }
-  return sum;
-}
-
 // One row's delta, by its lanes.
 template <PrepareConfig C, int kLanes>
 CUATTN_DEVICE void prepare_row(const BwdParams& params, i64 index, RowPlace at, bool inside) {
@@ -62,14 +36,14 @@ CUATTN_DEVICE void prepare_row(const BwdParams& params, i64 index, RowPlace at, 
   const Matrix gdO(params.dout, at.batch_idx, at.head_idx);
   const int cols = params.shape.head_dim_v;
   Storage<C.dtype>* cast = static_cast<Storage<C.dtype>*>(params.dout_cast) + index * cols;
-  Value sum = Value(0);
-  if (inside) {
-    sum = gO.in_vectors(cols) && gdO.in_vectors(cols)
-              ? dot<C, kLanes, Matrix::kVector>(gO, gdO, at.row, cols, cast)
-              : dot<C, kLanes, 1>(gO, gdO, at.row, cols, cast);
-  }
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
+  Value sum = tile::row_dot<kLanes, 1, Value>(gO, gdO, at.row, cols, inside, [&](Value x, int col) {
+    if constexpr (C.casts_dout) {
+      // The products read dout rounded, so must delta, or rows of dS would not sum to 0.
+      ptx::narrow(x, cast[col]);
+      x = Value(ptx::widen(cast[col]));
+    }
+    return x;
+  });
   if (!inside || threadIdx.x % kLanes != 0) return;
   sum -= softmax::lse_gradient<Value>(params.dlse, at.batch_idx, at.head_idx, at.row);
   const bool seen = softmax::is_seen(static_cast<const Value*>(params.lse)[index]);

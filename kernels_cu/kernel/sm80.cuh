@@ -2,6 +2,7 @@
 //
 // A generated unit (cuattn/jit/source.py) calls one of these from its only __global__ function.
 #pragma once
+#include "mainloop/bwd_both_sm80.cuh"
 #include "mainloop/bwd_q_sm80.cuh"
 #include "mainloop/bwd_sm80.cuh"
 #include "mainloop/fwd_sm80.cuh"
@@ -21,19 +22,27 @@ CUATTN_DEVICE void fwd_sm80(const FwdParams& params) {
 }
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_sm80(const BwdParams& params) {
-  run_sm80<C, mainloop::BackwardSm80<C, mainloop::DqInSums<C>>>(params);
+  using namespace mainloop;
+  run_sm80<C, BackwardSm80<C, DqInSums<C>, DeltaInMemory<C>>>(params);
 }
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_one_sm80(const BwdParams& params) {
-  run_sm80<C, mainloop::BackwardSm80<C, mainloop::DqInRows<C>>>(params);
+  using namespace mainloop;
+  run_sm80<C, BackwardSm80<C, DqInRows<C>, DeltaFromOut<C>>>(params);
 }
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_kv_sm80(const BwdParams& params) {
-  run_sm80<C, mainloop::BackwardSm80<C, mainloop::DqElsewhere<C>>>(params);
+  using namespace mainloop;
+  run_sm80<C, BackwardSm80<C, DqElsewhere<C>, DeltaInMemory<C>>>(params);
 }
 template <Sm80Config C>
 CUATTN_DEVICE void bwd_q_sm80(const BwdParams& params) {
-  run_sm80<C, mainloop::BackwardSm80Q<C>>(params);
+  using namespace mainloop;
+  run_sm80<C, BackwardSm80Q<C, DeltaInMemory<C>>>(params);
+}
+template <Sm80Config C>
+CUATTN_DEVICE void bwd_both_sm80(const BwdParams& params) {
+  run_sm80<C, mainloop::BackwardSm80Both<C>>(params);
 }
 
 }  // namespace cuattn::kernel

@@ -9,6 +9,7 @@
 #pragma once
 #include "mainloop/bwd_rows_sm80.cuh"
 #include "mainloop/copy_sm80.cuh"
+#include "mainloop/delta_sm80.cuh"
 #include "mainloop/work.cuh"
 #include "ptx/special.cuh"
 #include "softmax/gradient.cuh"
@@ -18,7 +19,7 @@
 
 namespace cuattn::mainloop {
 
-template <Sm80Config C>
+template <Sm80Config C, class Delta, class Ctas = WholeGrid>
 struct BackwardSm80Q {
   using Element = Storage<C.dtype>;
   static constexpr int kDims = C.block_d, kThreads = C.num_threads, kWarps = kThreads / kWarpSize;
@@ -34,26 +35,27 @@ struct BackwardSm80Q {
   CUATTN_DEVICE static void run(const BwdParams& params, u32 shared) {
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
-    const Work work = work_of(shape);
+    const Work work = work_of(params);
     const softmax::Range rows = schedule.rows(work.block);
     const softmax::Range tiles = schedule.key_tiles(work.block);
 
     const QTile sQ{shared}, sdO{shared + QTile::kBytes};
-    const auto same_work = [&] { return work_of(shape); };
+    const auto same_work = [&] { return work_of(params); };
     KeyStream<kThreads, KeyTile, Element, decltype(same_work)> stream(
         shared + 2 * QTile::kBytes, params.k, params.v, shape, tiles.end - 1,
         schedule.key_range(work.block).end, same_work);
 
     const f32* lse = static_cast<const f32*>(params.lse);
-    const f32* delta = static_cast<const f32*>(params.delta);
+    // Where delta is not in memory, any number stands for it until the copies are under way.
+    const f32* delta = Delta::kInMemory ? static_cast<const f32*>(params.delta) : lse;
     const i64 row_offset =
         (i64(work.batch_idx) * shape.num_heads_q + work.head_idx) * shape.seqlen_q;
     softmax::RowStatistics<f32> statistics[Scores::kRows];
     bool is_rare = false;
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      statistics[i] =
-          softmax::row_statistics(lse, delta, row_offset, rows.begin + Scores::row_of(i), rows.end);
+      const int row = rows.begin + Scores::row_of(i);
+      statistics[i] = softmax::row_statistics(lse, delta, row_offset, row, rows.end);
       is_rare |= !(::fabsf(statistics[i].lse) <= softmax::Log2Units::kLargeLse);
     }
     is_rare = ptx::any_of_warp(is_rare);  // then logarithms of P come first
@@ -70,6 +72,14 @@ struct BackwardSm80Q {
           rows.begin, seen);
       stream.clear_past(0), stream.clear_past(1);
       stream.template start<Copy::kBoth>(tiles.end - 1, 0);
+    }
+
+    if constexpr (!Delta::kInMemory) {
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) {
+        const bool is_seen = statistics[i].lse != infinity<f32>();
+        statistics[i].delta = Delta::of_row(params, work, rows.begin + Scores::row_of(i), is_seen);
+      }
     }
 
     const tile::DownBlocks<QTile> bQ(sQ, Scores::warp_row()), bdO(sdO, Scores::warp_row());
@@ -110,7 +120,7 @@ struct BackwardSm80Q {
         tile::gemm_nn_step<Element>(rdQ, tile::rounded<Element>(rdS, step), bK_down, step);
       }
     }
-    const Work same = work_of(shape);
+    const Work same = work_of(params);
     const softmax::Range own_rows = schedule.rows(same.block);
     const f32 scale = static_cast<f32>(params.softmax_scale);
     Results::each([&](int i, int j) {
@@ -121,9 +131,11 @@ struct BackwardSm80Q {
     tile::store_rows(rdQ, sQ, gdQ, own_rows.begin, own_rows.end, shape.head_dim);
   }
 
-  CUATTN_DEVICE static Work work_of(const Shape& shape) {
-    return Work::of<true, kSectionCtas>(ptx::block_index(), ceil_div(shape.seqlen_q, C.block_m), 1,
-                                        shape.num_heads_q);
+  CUATTN_DEVICE static Work work_of(const BwdParams& params) {
+    const Shape& shape = params.shape;
+    return Work::of<true, kSectionCtas>(ptx::block_index() - Ctas::begin(params),
+                                        ceil_div(shape.seqlen_q, C.block_m), 1, shape.num_heads_q,
+                                        Ctas::count(params));
   }
 };
 

@@ -19,6 +19,7 @@ struct QueryTile {
 };
 
 // The same by its place in the problem.
+// why two: with this one in the loop, kernels that use every register spill.
 struct QueryPlace {
   int batch_idx, head_idx, m_block;
 };
@@ -37,7 +38,7 @@ CUATTN_DEVICE tile::GlobalRows<const Element> output_gradient(const BwdParams& p
 // that the loads overlap an iteration of the loop. A row that the CTA's keys do not see has 0 for
 // both, and zeros in Q and dO: it adds nothing. A row that saw no key at all, although the schedule
 // lets it, gets lse = +inf. Where no kernel before has computed delta, dlse takes its place.
-template <Sm80Config C, bool kHasDelta>
+template <Sm80Config C, bool kDeltaInMemory>
 struct RowsOfTile {
   f32 value = 0;
 
@@ -48,7 +49,7 @@ struct RowsOfTile {
     const int row = row_begin + threadIdx.x % C.block_m;
     value = 0;
     if (threadIdx.x >= 2 * C.block_m || row < range.begin || row >= range.end) return;
-    if (!kHasDelta && !is_lse()) {
+    if (!kDeltaInMemory && !is_lse()) {
       value = softmax::lse_gradient<f32>(params.dlse, batch_idx, head_idx, row);
       return;
     }

@@ -7,6 +7,7 @@
 //     the other half             dP = V dO^T  dS = P (dP - delta)  dK += dS Q
 //     all                        dQ += dS K, as its way does it (mainloop/dq_sm80.cuh)
 //
+// delta comes from memory, or from O beside Q and dO (mainloop/delta_sm80.cuh).
 // The loop of mainloop/bwd_kv_simt.cuh, shared by two roles: a warp that weighs and one that
 // differentiates own the same keys and do the same two products, with other operands. So each has
 // one result in its registers, and one's exponentials run beside the other's products. P passes
@@ -17,6 +18,7 @@
 #include "mainloop/bwd_layout_sm80.cuh"
 #include "mainloop/bwd_rows_sm80.cuh"
 #include "mainloop/copy_sm80.cuh"
+#include "mainloop/delta_sm80.cuh"
 #include "mainloop/dq_sm80.cuh"
 #include "mainloop/work.cuh"
 #include "ptx/special.cuh"
@@ -27,7 +29,7 @@
 
 namespace cuattn::mainloop {
 
-template <Sm80Config C, class DqWay>
+template <Sm80Config C, class DqWay, class Delta, class Ctas = WholeGrid>
 struct BackwardSm80 {
   using Element = Storage<C.dtype>;
   using Layout = typename DqWay::Layout;
@@ -37,20 +39,20 @@ struct BackwardSm80 {
 
   using OwnTile = typename Layout::OwnTile;
   using StreamTile = typename Layout::StreamTile;
-  using GradientTile = typename Layout::GradientTile;
   using Scores = typename Layout::Scores;
   using Results = tile::MmaFragment<f32, kGroups, C.block_n, kDims>;
   using Operand = tile::LeftOperand<Scores::kRows / 2>;
   using Rows = tile::GlobalRows<const Element>;
   using Copy = PairCopy<kThreads, StreamTile, Element>;
-  static constexpr int kSharedBytes = Layout::kBytes + DqWay::kBytes;
+  static constexpr int kSharedBytes = Layout::kBytes + Delta::kBytes;
 
   CUATTN_DEVICE static void run(const BwdParams& params, u32 shared) {
     const Layout at{shared};
     DqWay dq(params, at);
+    const Delta delta(params, at.end());
     const Shape& shape = params.shape;
     const softmax::RangeSchedule schedule(shape, C.block_m, C.block_n);
-    Work work = work_of(shape);
+    Work work = work_of(params);
     const int warp = threadIdx.x / kWarpSize, group = warp % kGroups;
     const bool weighs = warp < kGroups;
     const int group_size = shape.num_heads_q / shape.num_heads_kv;
@@ -80,7 +82,7 @@ struct BackwardSm80 {
     const auto place_of = [&](const QueryTile& its) {
       return QueryPlace{work.batch_idx, work.head_idx * group_size + its.member, its.m_block};
     };
-    RowsOfTile<C, DqWay::kHasDelta> prefetched;
+    RowsOfTile<C, Delta::kInMemory> prefetched;
     const auto copy_queries = [&](const QueryTile& next) {
       const QueryPlace place = place_of(next);
       const int row_begin = next.m_block * C.block_m;
@@ -94,7 +96,7 @@ struct BackwardSm80 {
             at.sQ(next.buffer), gQ, shape.head_dim, at.sdO(next.buffer), gdO, shape.head_dim_v,
             row_begin, [&](int row) { return row >= row_range.begin && row < row_range.end; });
       }
-      dq.copy(place, row_range);
+      delta.copy(place, row_range);
       ptx::async_commit();
       prefetched.load(params, place.batch_idx, place.head_idx, row_begin, row_range);
     };
@@ -125,7 +127,7 @@ struct BackwardSm80 {
         clear_unseen<C>(at.sQ(stage), at.sdO(stage), at.sRows(stage));
         ptx::sync_cta();
       }
-      dq.complete(stage);
+      delta.complete(at.sdO(stage), at.sRows(stage));
       if (more) copy_queries(now.next(tiles));
       if (!weighs) dq.add_before(stage);
 
@@ -173,9 +175,7 @@ struct BackwardSm80 {
                         });
           operand[step] = tile::rounded<Element>(rS, step * 16);
         }
-        if constexpr (Layout::kBuffers > 0) {
-          store_gradients(operand, at.sdS(stage % Layout::kBuffers));
-        }
+        dq.keep(operand, stage);
       }
       const tile::DownBlocks<StreamTile> second(sSecond);
 #pragma unroll
@@ -194,16 +194,18 @@ struct BackwardSm80 {
     const Tensor& tensor = weighs ? params.dv : params.dk;
     if (tensor.data == nullptr) return;
     if (!weighs) softmax::scale_scores(results, static_cast<f32>(params.softmax_scale));
-    const Work same = work_of(shape);
+    const Work same = work_of(params);
     const softmax::Range own_keys = schedule.keys(same.block);
     const tile::GlobalRows<Element> rows(tensor, same.batch_idx, same.head_idx);
     tile::store_rows(results, weighs ? at.sV() : at.sK(), rows, own_keys.begin, own_keys.end,
                      weighs ? shape.head_dim_v : shape.head_dim);
   }
 
-  CUATTN_DEVICE static Work work_of(const Shape& shape) {
-    return Work::of<false, kSectionCtas>(ptx::block_index(), ceil_div(shape.seqlen_k, C.block_n), 1,
-                                         shape.num_heads_kv);
+  CUATTN_DEVICE static Work work_of(const BwdParams& params) {
+    const Shape& shape = params.shape;
+    return Work::of<false, kSectionCtas>(ptx::block_index() - Ctas::begin(params),
+                                         ceil_div(shape.seqlen_k, C.block_n), 1, shape.num_heads_kv,
+                                         Ctas::count(params));
   }
 
   // P from S, rounded, as operand of dV and for the warp that differentiates.
@@ -238,21 +240,6 @@ struct BackwardSm80 {
       f32 x, y;
       ptx::load_shared(x, y, row_address + Scores::col_of(j) * 4);
       f(j, x, y);
-    }
-  }
-
-  // dS into shared memory, [key][query]: all registers of a store lie in different banks.
-  CUATTN_DEVICE static void store_gradients(const Operand (&operand)[kSteps], GradientTile tile) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          ptx::store_shared(tile.at(Scores::row_of(i), step * 2 + half) + Scores::lane() * 4,
-                            operand[step].at[i / 2][half * 2 + i % 2]);
-        }
-      }
     }
   }
 };

@@ -1,17 +1,13 @@
-// The ways to dQ of the loop in mainloop/bwd_sm80.cuh, and who brings delta. Layer: mainloop.
+// The ways to dQ of the loop in mainloop/bwd_sm80.cuh. Layer: mainloop.
 //
-//   DqElsewhere   a kernel that owns queries yields dQ
+//   DqElsewhere   CTAs that own queries yield dQ
 //   DqInSums      other CTAs have other keys: the terms of all are added in memory
-//   DqInRows      one tile holds all keys, so a CTA has all that its rows need
+//   DqInRows      one tile holds all keys, so a CTA has all that its rows need and stores dQ
 //
-// Before and after the first two come other kernels; the third computes delta from O, which it
-// copies with Q and dO, and stores dQ itself. A way says how many tiles of dS there are (Layout),
-// what it needs of shared memory beside (kBytes), whether delta is there (kHasDelta), and takes the
-// steps that the loop calls, some of them empty:
+// A way says how many tiles of dS there are (Layout), and takes the steps that the loop calls:
 //
 //   begin()        before the first query tile
-//   copy()         with the copies of Q and dO
-//   complete()     when these are there
+//   keep()         a warp's dS
 //   add_before()   amid the products of a tile: dQ of the one before
 //   finish()       at the end of a tile; other warps may still write their dS
 #pragma once
@@ -23,20 +19,41 @@
 
 namespace cuattn::mainloop {
 
-template <Sm80Config C>
-struct DqElsewhere {
-  static_assert((C.wrt & kWrtDq) == 0);
-  using Layout = BackwardLayout<C, 0>;
-  static constexpr int kBytes = 0;
-  static constexpr bool kHasDelta = true;
-
-  CUATTN_DEVICE DqElsewhere(const BwdParams&, Layout) {}
+// Steps that a way need not take.
+struct NoDqSteps {
   CUATTN_DEVICE void begin(const Work&, softmax::Range) const {}
-  CUATTN_DEVICE void copy(QueryPlace, softmax::Range) const {}
-  CUATTN_DEVICE void complete(int) const {}
+  template <class Operands>
+  CUATTN_DEVICE void keep(const Operands&, int) const {}
   CUATTN_DEVICE void add_before(int) const {}
   CUATTN_DEVICE void finish(QueryPlace) const {}
 };
+
+template <Sm80Config C>
+struct DqElsewhere : NoDqSteps {
+  static_assert((C.wrt & kWrtDq) == 0);
+  using Layout = BackwardLayout<C, 0>;
+
+  CUATTN_DEVICE DqElsewhere(const BwdParams&, Layout) {}
+};
+
+// dS of a warp into a tile of shared memory, [key][query]: all registers of a store lie in
+// different banks.
+template <class Layout, class Operand, int kSteps>
+CUATTN_DEVICE void store_gradients(const Operand (&operand)[kSteps],
+                                   typename Layout::GradientTile tile) {
+  using Scores = typename Layout::Scores;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::store_shared(tile.at(Scores::row_of(i), step * 2 + half) + Scores::lane() * 4,
+                          operand[step].at[i / 2][half * 2 + i % 2]);
+      }
+    }
+  }
+}
 
 // Calls f(part, index) for this warp's parts of dS K of one query tile.
 template <class Sum, class Element, class KeyTile, class GradientTile, class F>
@@ -57,12 +74,11 @@ using DqSum = tile::SumInMemory<C.block_m, C.block_d, C.block_n, C.num_threads /
 
 // dQ of a tile is added during the next one: so dS of two.
 template <Sm80Config C>
-struct DqInSums {
+struct DqInSums : NoDqSteps {
   static_assert((C.wrt & kWrtDq) != 0);
   using Layout = BackwardLayout<C, 2>;
   using Sum = DqSum<C>;
-  static constexpr int kBytes = 0, kNone = -1;
-  static constexpr bool kHasDelta = true;
+  static constexpr int kNone = -1;
 
   const BwdParams& params;
   Layout at;
@@ -70,10 +86,11 @@ struct DqInSums {
 
   CUATTN_DEVICE DqInSums(const BwdParams& its_params, Layout layout)
       : params(its_params), at(layout) {}
-  CUATTN_DEVICE void begin(const Work&, softmax::Range) const {}
-  CUATTN_DEVICE void copy(QueryPlace, softmax::Range) const {}
-  CUATTN_DEVICE void complete(int) const {}
-
+  template <class Operands>
+  CUATTN_DEVICE void keep(const Operands& operands, int stage) const {
+    // why the remainder: the compiler does not know that a stage is 0 or 1
+    store_gradients<Layout>(operands, at.sdS(stage % Layout::kBuffers));
+  }
   CUATTN_DEVICE void add_before(int stage) const {
     if (tile == kNone) return;
     f32* sums = static_cast<f32*>(params.dq_sum) + i64(tile) * Sum::kSize;
@@ -89,20 +106,16 @@ struct DqInSums {
 };
 
 template <Sm80Config C>
-struct DqInRows {
+struct DqInRows : NoDqSteps {
   using Layout = BackwardLayout<C, 1>;
   using Element = Storage<C.dtype>;
-  using Tile = typename Layout::StreamTile;
   using Sum = DqSum<C>;
-  static constexpr int kBytes = Tile::kBytes;  // O
-  static constexpr bool kHasDelta = false;
 
   const BwdParams& params;
   Layout at;
 
   CUATTN_DEVICE DqInRows(const BwdParams& its_params, Layout layout)
       : params(its_params), at(layout) {}
-  CUATTN_DEVICE Tile sO() const { return {at.end()}; }
 
   // Zeros in the rows of dQ that lie in no tile which sees a key.
   CUATTN_DEVICE void begin(const Work& work, softmax::Range tiles) const {
@@ -125,18 +138,10 @@ struct DqInRows {
       }
     }
   }
-  CUATTN_DEVICE void copy(QueryPlace next, softmax::Range rows) const {
-    const tile::GlobalRows<const Element> gO(params.out, next.batch_idx, next.head_idx);
-    tile::TileCopy<C.num_threads, Tile>::start_any(
-        sO(), gO, next.m_block * C.block_m, params.shape.head_dim_v,
-        [&](int row) { return row >= rows.begin && row < rows.end; });
+  template <class Operands>
+  CUATTN_DEVICE void keep(const Operands& operands, int) const {
+    store_gradients<Layout>(operands, at.sdS(0));
   }
-  CUATTN_DEVICE void complete(int stage) const {
-    complete_delta(stage);
-    ptx::sync_cta();
-  }
-  CUATTN_DEVICE void add_before(int) const {}
-
   CUATTN_DEVICE void finish(QueryPlace now) const {
     ptx::sync_cta();  // all of dS is written
     if (params.dq.data == nullptr) return;
@@ -152,39 +157,6 @@ struct DqInRows {
                    return [=](f32 sum) { return softmax::query_gradient(sum, scale, is_seen); };
                  });
     });
-  }
-
- private:
-  // Puts delta = rowsum(dout * out) - dlse in the place of dlse; a row that saw no key gets 0.
-  // Lanes of a row are a few rows apart, so that those that read together meet different banks.
-  CUATTN_DEVICE void complete_delta(int stage) const {
-    constexpr int kLanes = C.num_threads / C.block_m, kRowsOfWarp = kWarpSize / kLanes;
-    const Tile out = sO(), dout = at.sdO(stage);
-    const u32 rows = at.sRows(stage);
-    const int lane = threadIdx.x % kWarpSize;
-    const int row = threadIdx.x / kWarpSize * kRowsOfWarp + lane % kRowsOfWarp;
-    f32 sum = 0;
-#pragma unroll
-    for (int i = 0; i < ceil_div(Tile::kChunks, kLanes); ++i) {
-      const int chunk = i * kLanes + lane / kRowsOfWarp;
-      if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
-      u32 o[4], its_dout[4];
-      ptx::load_shared(o, out.at(row, chunk));
-      ptx::load_shared(its_dout, dout.at(row, chunk));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        f32 o0, o1, dout0, dout1;
-        ptx::unpack<Element>(o[e], o0, o1);
-        ptx::unpack<Element>(its_dout[e], dout0, dout1);
-        sum = ptx::fma(o1, dout1, ptx::fma(o0, dout0, sum));
-      }
-    }
-#pragma unroll
-    for (int mask = kRowsOfWarp; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
-    if (lane >= kRowsOfWarp) return;
-    const u32 place = rows + Layout::kRowBytes + row * 4;
-    const bool is_seen = ptx::load_shared(rows + row * 4) != infinity<f32>();
-    ptx::store_shared(place, is_seen ? sum - ptx::load_shared(place) : 0.0f);
   }
 };
 

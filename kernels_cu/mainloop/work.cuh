@@ -1,11 +1,17 @@
 // Which part of the problem a CTA does. Layer: mainloop.
 #pragma once
-#include "base/prelude.cuh"
+#include "base/abi.cuh"
 
 namespace cuattn::mainloop {
 
 // CTAs whose heads share L2: two or three times what runs at once.
 inline constexpr int kSectionCtas = 512;
+
+// Which CTAs of a launch share a loop: here all of them.
+struct WholeGrid {
+  CUATTN_DEVICE static u32 begin(const BwdParams&) { return 0; }
+  CUATTN_DEVICE static u32 count(const BwdParams&) { return gridDim.x; }
+};
 
 // The place of a CTA in the problem. All heads' first tiles come before any head's second, so that
 // the CTAs that start last, and decide when the device falls idle, are those of the shortest tiles.
@@ -16,8 +22,9 @@ struct Work {
   // kSection: heads are taken in sections of about so many CTAs, each by itself in that order, so
   // that what the heads at work read stays in L2; 0 is one section of all.
   template <bool kOwnsQueries, int kSection = 0>
-  CUATTN_DEVICE static Work of(u32 index, int num_blocks, int num_slices, int num_heads) {
-    const u32 heads = gridDim.x / num_blocks;  // times slices and batch
+  CUATTN_DEVICE static Work of(u32 index, int num_blocks, int num_slices, int num_heads,
+                               u32 num_ctas = gridDim.x) {
+    const u32 heads = num_ctas / num_blocks;  // times slices and batch
     u32 first = 0, count = heads;
     if constexpr (kSection > 0) {
       const u32 most = ceil_div<u32>(kSection, num_blocks);

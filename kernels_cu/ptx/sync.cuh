@@ -26,5 +26,9 @@ template <class T>
 CUATTN_DEVICE T shuffle_xor(T x, int lane_mask) {
   return __shfl_xor_sync(kFullWarp, x, lane_mask);
 }
+template <class T>
+CUATTN_DEVICE T shuffle(T x, int lane) {
+  return __shfl_sync(kFullWarp, x, lane);
+}
 
 }  // namespace cuattn::ptx
