@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 from strategies import DTYPES
-from tiles import RANKS, keys_in_tiles, tile_of_rank
+from tiles import RANKS, both_loops, keys_in_tiles, tile_of_rank
 
 from cuattn import execute
 from cuattn.planning import select
@@ -33,8 +33,9 @@ class NumpyEngine:
         return contextlib.nullcontext()
 
 
-#: Every family, and the one that has two ways for short sequences in its second.
+#: Every family, and the one that has three ways for short sequences in its second and third.
 CUDA_ENGINES = {family.name: (family, contextlib.nullcontext) for family in FAMILIES}
+CUDA_ENGINES["sm80-both"] = (SM80, both_loops)
 CUDA_ENGINES["sm80-tiles"] = (SM80, keys_in_tiles)
 
 
@@ -44,8 +45,10 @@ def family_of(name):
     family, its_way = CUDA_ENGINES[name]
     with mock.patch.object(select, "FAMILIES", (family, FAMILIES[-1])), its_way():
         execute.forget()
-        yield family
-    execute.forget()
+        try:
+            yield family
+        finally:
+            execute.forget()
 
 
 class CudaEngine:

@@ -33,6 +33,7 @@ PROBLEMS = (
     Problem("bfloat16", "bhsd", 1, 150, 100, 1, 2, 128, 64, causal=True, align="bottom_right"),
     Problem("float16", "bshd", 2, 70, 60, 1, 1, 192, 256),
     Problem("bfloat16", "bshd", 1, 20, 1100, 1, 1, 64, 64),  # the keys are split
+    Problem("bfloat16", "bshd", 1, 20, 300, 1, 2, 64, 64, causal=True, align="top_left"),
     Problem("float64", "bshd", 1, 70, 90, 1, 2, 40, 72),
     Problem("float64", "bshd", 1, 150, 140, 1, 1, 33, 64, causal=True, align="top_left"),
 )

@@ -38,6 +38,17 @@ def test_few_rows_and_many_keys(engine, dtype, causal):
     check_forward(engine, problem.within(engine.dtypes))
 
 
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(200, 200), (64, 61), (128, 128), (72, 68)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_parts_of_the_keys(engine, dtype, head_dim, head_dim_v, rounded):
+    """More than a warp has lanes, of numbers in vectors and not; test_plan_sm80 says how many."""
+    out_dtype = None if rounded or dtype == "float64" else "float32"
+    sizes = (1, 3, 9000, 1, 2, head_dim, head_dim_v)
+    problem = Problem(dtype, "bshd", *sizes, out_dtype=out_dtype)
+    check_forward(engine, problem.within(engine.dtypes))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_see_nothing_of_a_part_of_the_keys(engine, dtype):
     """Keys are split by the longest row; test_plan says that the first rows have empty parts."""

@@ -9,16 +9,16 @@ import record
 from plans import DEVICES, H200, LARGE, OPS, SMALL, deterministic, kernels, plan
 from tiles import RANKS
 
-from cuattn.planning.cost import Loop
+from cuattn.planning.cost import blocks_of_sm
 from cuattn.planning.device import known_device
 from cuattn.planning.problem import Band
 from cuattn.planning.schedule import RangeSchedule, ceil_div
 from cuattn.planning.select import plan_for
-from cuattn.planning.sm80 import SM80, grid, smem_bytes
+from cuattn.planning.sm80 import SM80, grid, loop, smem_bytes
 from cuattn.planning.tuning import BUCKETS, SM80_TILES
 
 
-def test_16_bit_gradients_are_one_kernel_unless_bits_must_repeat():
+def test_16_bit_gradients_are_summed_together_unless_bits_must_repeat():
     def steps(asked):
         names = (launch.kernel.name for launch in plan_for(asked, H200).launches)
         return [re.match(r"cuattn_bwd_(\w+?)_f16", name)[1] for name in names]
@@ -82,15 +82,55 @@ def test_where_both_loops_fit_the_device_a_16_bit_backward_is_one_kernel(block_d
     assert launch.grid == keys * (wrt != ("q",)) + queries * ("q" in wrt) <= H200.num_sms
 
 
+def first_kernel(*shape, **how):
+    return plan("backward", "float16", shape=shape, **how).launches[0].kernel.name
+
+
 def test_both_loops_run_side_by_side_only_where_that_is_short():
     """Not where blocks wait for others, nor where one has many rows, many heads or many keys."""
-    for shape in (
-        (8, 512, 512, 16, 16, 64, 64),
-        (1, 4096, 256, 1, 1, 64, 64),
-        (1, 512, 256, 8, 1, 64, 64),
-        (1, 16, 65536, 1, 1, 64, 64),
-    ):
-        assert "prepare" in plan("backward", "float16", shape=shape).launches[0].kernel.name
+    assert "bwd_both" in first_kernel(1, 512, 256, 1, 1, 64, 64)
+    assert "prepare" in first_kernel(8, 512, 512, 16, 16, 64, 64)
+    assert "prepare" in first_kernel(1, 4096, 256, 1, 1, 64, 64)
+    assert "prepare" in first_kernel(1, 512, 256, 8, 1, 64, 64)
+    assert "prepare" in first_kernel(1, 16, 4096, 1, 1, 64, 64)
+
+
+def test_a_loop_that_does_not_run_limits_nothing():
+    assert "bwd_both" in first_kernel(1, 4096, 256, 1, 1, 64, 64, wrt=("q",))
+    assert "bwd_both" in first_kernel(1, 16, 4096, 1, 1, 64, 64, wrt=("k", "v"))
+
+
+def test_blocks_that_share_an_sm_may_not_be_long():
+    """The third row of head_dim 64 has three an SM: 64 heads of 192 keys take it, not 48 of 384."""
+    tile = SM80_TILES["bwd_both", 64][2]
+    assert tile.min_blocks == 3
+    few, many = (
+        record.problem("backward", "float16", shape=(1, seqlen, seqlen, heads, heads, 64, 64))
+        for seqlen, heads in ((192, 64), (384, 32))
+    )
+    assert grid("bwd_both", tile, many) <= grid("bwd_both", tile, few) <= 3 * H200.num_sms
+    assert SM80.both_tile(few, H200) == tile
+    assert SM80.both_tile(many, H200) is None
+
+
+def test_an_sm_holds_as_many_blocks_as_its_shared_memory():
+    """An A100 has 164 KB: two blocks of 81.5, one of 96."""
+    tile = SM80_TILES["fwd", 128][0]
+    assert tile.min_blocks == 2
+    size = smem_bytes("fwd", 128, tile)
+    assert size == 96 << 10
+    assert blocks_of_sm(tile, size, H200) == 2
+    assert blocks_of_sm(tile, size, known_device("sm_80")) == 1
+    assert blocks_of_sm(tile, 81 << 10, known_device("sm_80")) == 2
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 61, 128, 129, 200, 256])
+def test_a_merge_has_room_for_every_number_of_a_row(head_dim_v):
+    made = plan("forward", "bfloat16", shape=(1, 3, 9000, 1, 2, 8, head_dim_v))
+    # The problem of test_forward.test_many_parts_of_the_keys: of more parts than a warp has lanes.
+    assert made.num_splits > 32 or head_dim_v == 8
+    config = dict(made.launches[1].kernel.config)
+    assert config["block_d"] == (128 if head_dim_v <= 128 else 256)
 
 
 def test_few_query_tiles_split_the_keys_to_fill_the_device():
@@ -187,10 +227,18 @@ def test_the_estimate_grows_with_heads_and_seqlen(kernel):
         shape = (1, seqlen, seqlen, heads, heads, 64, 64)
         asked = record.problem("forward", "bfloat16", shape=shape)
         tile = SM80.fitting_tiles(kernel, 64, H200)[0]
-        return Loop.of(kernel, 64, tile, asked, H200).microseconds()
+        return loop(kernel, tile, asked, H200).microseconds()
 
     by_seqlen = [microseconds(8, seqlen) for seqlen in (128, 1024, 1100, 4096, 16384)]
     assert by_seqlen == sorted(by_seqlen)
+    by_group = [
+        loop(kernel, SM80.fitting_tiles(kernel, 64, H200)[0], grouped, H200).microseconds()
+        for grouped in (
+            record.problem("forward", "bfloat16", shape=(1, 1024, 1024, heads, 64, 64, 64))
+            for heads in (64, 512)
+        )
+    ]
+    assert by_group[1] > 7 * by_group[0]  # more heads, or longer blocks, of as many key heads
     by_heads = [microseconds(heads, 1024) for heads in (1, 8, 64, 512)]
     assert by_heads == sorted(by_heads)
     assert by_heads[-1] > 4 * by_heads[1]
@@ -202,5 +250,5 @@ def test_the_estimate_of_a_full_device_is_what_the_table_says():
     asked = record.problem("forward", "bfloat16", shape=shape)
     tile = SM80_TILES["fwd", 128][0]
     flops = 4 * 4 * 33 * 4096 * (4096 * 128) / 2  # causal
-    estimate = Loop.of("fwd", 128, tile, asked, H200).microseconds()
+    estimate = loop("fwd", tile, asked, H200).microseconds()
     assert estimate == pytest.approx(flops / tile.tflops / 1e6, rel=0.05)

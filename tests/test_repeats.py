@@ -35,7 +35,7 @@ def test_a_result_does_not_depend_on_what_ran_before(engine):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen_k", [64, 190])
 def test_a_backward_in_one_launch_gives_the_same_bits(engine, seqlen_k, head_dim, dtype):
-    """Unasked, for it adds nothing in memory; 200 blocks of threads, so that a race would show."""
+    """Unasked, for it adds nothing in memory; 200 blocks and more, so that a race would show."""
     q, k, v = qkv(200, seqlen_k, 4, 2, head_dim, dtype=dtype, batch=100)
     dout, dlse = draw(q.shape, (100, 4, 200), dtype=dtype)
     for rank in engine.ranks:

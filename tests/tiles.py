@@ -43,13 +43,16 @@ def tile_of_rank(rank):
 
 
 @contextlib.contextmanager
+def both_loops():
+    """No backward has all keys in one tile: short sequences take the way of those not so short."""
+    with mock.patch.object(Sm80, "holding_tiles", lambda *_: []), _planned_anew():
+        yield
+
+
+@contextlib.contextmanager
 def keys_in_tiles():
     """No backward is one kernel: short sequences take the way of long ones."""
-    with (
-        mock.patch.object(Sm80, "holding_tiles", lambda *_: []),
-        mock.patch.object(Sm80, "side_by_side_tiles", lambda *_: []),
-        _planned_anew(),
-    ):
+    with both_loops(), mock.patch.object(Sm80, "side_by_side_tiles", lambda *_: []):
         yield
 
 

@@ -14,26 +14,31 @@ from dataclasses import dataclass
 from cuattn.planning.device import Device
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import RangeSchedule, ceil_div
-from cuattn.planning.tuning import TABLE_SMS, Sm80Tile
+from cuattn.planning.tuning import OWNS_QUERIES, TABLE_SMS, Sm80Tile
 
-#: Where blocks share an SM, those that are there take so much of the time of one that is not.
+#: Of a block's time, what a place of an SM costs that no block takes: the others run faster for it,
+#: but not so much.
 _ABSENT = 0.5
-#: Of a split forward: the second kernel, on the device and what the host waits for it, each part of
-#: a row in it, each number of a part.
+#: Of a split forward: the second kernel, 3.5 on the device and the rest for the host that launches
+#: it; each part of a row in it; each number of a part.
 _MERGE_US, _PART_US, _NUMBER_US = 5.0, 0.1, 6e-6
+#: Bytes of shared memory that each block takes beside its own, and that an SM has more than a block
+#: can have. source: CUDA C++ Programming Guide, "Compute Capability 8.x, Shared Memory" and later.
+_RESERVED = 1024
 #: Matrix products for a pair of tiles. The loops that own keys are all counted as the one that
 #: yields every gradient, whose table they share.
 _PRODUCTS = {"fwd": 2, "bwd_q": 3, "bwd": 5, "bwd_kv": 5}
 
 
-def owns_queries(kernel: str) -> bool:
-    """Whether the blocks of a loop own queries, and keys pass; else it is the other way round."""
-    return kernel in ("fwd", "bwd_q")
+def blocks_of_sm(tile: Sm80Tile, smem_bytes: int, device: Device) -> int:
+    """Blocks that an SM holds, by the registers that a row counts on and by shared memory."""
+    of_memory = (device.smem_per_block + _RESERVED) // (smem_bytes + _RESERVED)
+    return max(1, min(tile.min_blocks, of_memory))
 
 
 def blocks(kernel: str, tile: Sm80Tile, problem: AttentionProblem) -> int:
     """Blocks of a loop: owned tiles x heads x batch."""
-    if owns_queries(kernel):
+    if kernel in OWNS_QUERIES:
         return ceil_div(problem.seqlen_q, tile.block_m) * problem.num_heads_q * problem.batch
     return ceil_div(problem.seqlen_k, tile.block_n) * problem.num_heads_kv * problem.batch
 
@@ -49,7 +54,7 @@ class Loop:
     passes : tuple of int
         Tiles that pass the first block of a head, the last one and three between.
     pass_us : float
-        Of a tile that passes a block, where the SM holds as many blocks as it can.
+        An SM's time for one tile that passes one block, where it holds as many blocks as it can.
     blocks_of_sm, num_sms : int
         Blocks that an SM holds, and SMs of the device.
     """
@@ -62,14 +67,19 @@ class Loop:
 
     @staticmethod
     def of(
-        kernel: str, block_d: int, tile: Sm80Tile, problem: AttentionProblem, device: Device
+        kernel: str,
+        block_d: int,
+        tile: Sm80Tile,
+        smem_bytes: int,
+        problem: AttentionProblem,
+        device: Device,
     ) -> Loop:
-        """The loop of a kernel in a tile."""
+        """The loop of a kernel in a tile, with the shared memory of a block."""
         schedule = RangeSchedule.of(problem, tile.block_m, tile.block_n)
         size, heads = tile.block_n, 1
         count = schedule.num_m_blocks
         span: Callable[[int], tuple[int, int]] = schedule.key_range
-        if not owns_queries(kernel):
+        if kernel not in OWNS_QUERIES:
             size, heads = tile.block_m, problem.num_heads_q // max(1, problem.num_heads_kv)
             count, span = schedule.num_n_blocks, schedule.row_range
         ranges = [span(max(0, count - 1) * k // 4) for k in range(5)]
@@ -78,7 +88,7 @@ class Loop:
             blocks(kernel, tile, problem),
             tuple(heads * ceil_div(end - begin, size) for begin, end in ranges),
             flops * TABLE_SMS / (tile.tflops * 1e6),
-            tile.min_blocks,
+            blocks_of_sm(tile, smem_bytes, device),
             device.num_sms,
         )
 

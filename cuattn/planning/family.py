@@ -1,4 +1,4 @@
-"""What every kernel family shares: how it is asked, and the kernel that each backward begins with.
+"""What every kernel family shares: how it is asked, and the kernel that computes delta.
 
 A family says yes or why not, and lays a problem out as launches.
 """
@@ -16,7 +16,7 @@ from cuattn.planning.plan import KernelSpec, Launch, Plan
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import ceil_div
 
-#: Of the kernel that a backward begins with: so many threads a row, each for some rows.
+#: Of the kernel that computes delta: so many threads a row, each for some rows.
 _PREPARE_THREADS, _PREPARE_LANES, _PREPARE_ROWS = 128, 8, 4
 _WRT = {"q": Wrt.Dq, "k": Wrt.Dk, "v": Wrt.Dv}
 
@@ -84,7 +84,7 @@ def num_rows(problem: AttentionProblem) -> int:
 
 
 def prepare_spec(dtype: str, out_dtype: str, *, casts_dout: bool = False) -> KernelSpec:
-    """The kernel that computes delta, which every backward reads."""
+    """The kernel that computes delta, for a backward of more than one kernel."""
     return KernelSpec(
         name=kernel_name("bwd_prepare" + "_cast" * casts_dout, dtype, out_dtype),
         header="kernel/bwd_prepare.cuh",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cuattn.abi.structs import DType, Wrt
-from cuattn.planning.cost import Loop, blocks, merge_microseconds
+from cuattn.planning.cost import Loop, blocks, blocks_of_sm, merge_microseconds
 from cuattn.planning.device import Device
 from cuattn.planning.family import (
     num_rows,
@@ -20,7 +20,7 @@ from cuattn.planning.names import kernel_name
 from cuattn.planning.plan import KernelSpec, Launch, Plan
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import ceil_div
-from cuattn.planning.tuning import BUCKETS, SM80_TILES, Sm80Tile
+from cuattn.planning.tuning import BUCKETS, OWNS_QUERIES, SM80_TILES, Sm80Tile
 
 _MERGE_THREADS = 128
 _MERGE_DIMS = 128, BUCKETS[-1]
@@ -62,7 +62,7 @@ class Sm80:
 
     def _forward(self, problem: AttentionProblem, device: Device) -> Plan:
         tile = self.choose_tile("fwd", problem, device)
-        splits = _num_splits(tile, problem, device)
+        _, splits = best_splits(tile, problem, device)
         spec = self.spec("fwd", bucket(problem), tile, problem.dtype, problem.out_dtype)
         launches = [Launch(spec, grid("fwd", tile, problem) * splits)]
         workspace: dict[str, int] = {}
@@ -85,8 +85,8 @@ class Sm80:
             spec = self.spec(kernel, dims, tile, problem.dtype, problem.dtype)
             return Launch(spec, grid(kernel, tile, problem))
 
-        for kernel, its in (("bwd_one", self.one_tile), ("bwd_both", self.both_tile)):
-            tile = its(problem, device)
+        for kernel, tile_for in (("bwd_one", self.one_tile), ("bwd_both", self.both_tile)):
+            tile = tile_for(problem, device)
             if tile is not None:
                 return Plan.of(self.name, problem, device, [launch(kernel, tile)])
         launches = [prepare_launch(problem, casts_dout=casts_dout)]
@@ -114,8 +114,8 @@ class Sm80:
 
         def microseconds(tile: Sm80Tile) -> float:
             if kernel == "fwd":
-                return _best_splits(tile, problem, device)[0]
-            return Loop.of(kernel, bucket(problem), tile, problem, device).microseconds()
+                return best_splits(tile, problem, device)[0]
+            return loop(kernel, tile, problem, device).microseconds()
 
         return min(self.fitting_tiles(kernel, bucket(problem), device), key=microseconds)
 
@@ -137,12 +137,14 @@ class Sm80:
         None where a block would work so long that three kernels take less time, which do five
         products instead of seven.
         """
-        group = problem.num_heads_q // max(1, problem.num_heads_kv)
+        dims, wrt = bucket(problem), wrt_flags(problem.wrt)
+        rows = problem.seqlen_q * (problem.num_heads_q // max(1, problem.num_heads_kv))
         for tile in self.side_by_side_tiles(problem, device):
-            fits = grid("bwd_both", tile, problem) <= device.num_sms * tile.min_blocks
-            own_keys = tile.block_n * problem.seqlen_q * group
-            own_queries = _own_queries(tile) * problem.seqlen_k
-            if fits and max(own_keys, own_queries // 2) * tile.min_blocks <= _MOST_PAIRS:
+            together = blocks_of_sm(tile, smem_bytes("bwd_both", dims, tile), device)
+            own_keys = tile.block_n * rows if wrt & (Wrt.Dk | Wrt.Dv) else 0
+            own_queries = _own_queries(tile) * problem.seqlen_k if wrt & Wrt.Dq else 0
+            fits = grid("bwd_both", tile, problem) <= device.num_sms * together
+            if fits and max(own_keys, own_queries // 2) * together <= _MOST_PAIRS:
                 return tile
         return None
 
@@ -163,10 +165,10 @@ class Sm80:
     def spec(
         self, kernel: str, block_d: int, tile: Sm80Tile, dtype: str, out_dtype: str
     ) -> KernelSpec:
-        """One specialisation of fwd, bwd, bwd_one, bwd_finish, bwd_q or bwd_kv."""
+        """One specialisation of fwd, bwd, bwd_one, bwd_both, bwd_finish, bwd_q or bwd_kv."""
         wrt = {"fwd": Wrt(0), "bwd_q": Wrt.Dq, "bwd_kv": Wrt.Dk | Wrt.Dv}
         num_threads = tile.own(kernel) // tile.warp_rows * _WARP
-        if kernel not in ("fwd", "bwd_q"):
+        if kernel not in OWNS_QUERIES:
             num_threads *= 2  # one warp for each role
         smem = smem_bytes(kernel, block_d, tile)
         finishes = kernel == "bwd_finish"
@@ -289,19 +291,21 @@ def grid(kernel: str, tile: Sm80Tile, problem: AttentionProblem) -> int:
     return keys + (blocks("bwd_q", owners, problem) if wanted & Wrt.Dq else 0)
 
 
-def _best_splits(tile: Sm80Tile, problem: AttentionProblem, device: Device) -> tuple[float, int]:
+def loop(kernel: str, tile: Sm80Tile, problem: AttentionProblem, device: Device) -> Loop:
+    """What a kernel's time in a tile is estimated from."""
+    dims = bucket(problem)
+    return Loop.of(kernel, dims, tile, smem_bytes(kernel, dims, tile), problem, device)
+
+
+def best_splits(tile: Sm80Tile, problem: AttentionProblem, device: Device) -> tuple[float, int]:
     """The least estimate of a forward, and for how many parts of the keys.
 
     As many as fill the device twice at most, that number or a whole part of it.
     """
-    loop = Loop.of("fwd", bucket(problem), tile, problem, device)
-    slots = 2 * device.num_sms * tile.min_blocks // max(1, loop.blocks)
-    most = max(1, min(slots, max(loop.passes)))
+    its = loop("fwd", tile, problem, device)
+    slots = 2 * its.num_sms * its.blocks_of_sm // max(1, its.blocks)
+    most = max(1, min(slots, max(its.passes)))
     return min(
-        (loop.microseconds(splits) + merge_microseconds(problem, splits), splits)
+        (its.microseconds(splits) + merge_microseconds(problem, splits), splits)
         for splits in {most // fewer for fewer in range(1, most + 1)}
     )
-
-
-def _num_splits(tile: Sm80Tile, problem: AttentionProblem, device: Device) -> int:
-    return _best_splits(tile, problem, device)[1]

@@ -1,6 +1,6 @@
 """Tile shapes, each with the measurement that chose it; the one place where sizes are numbers.
 
-Rows are tried from the top: see ``choose_tile`` of the family. In ``TILES``, TFLOP/s count the
+A family's ``choose_tile`` says how a row is chosen. In ``TILES``, TFLOP/s count the
 products that a kernel does (2 forward, 3 for dq, 4 for dk and dv). Measured on one H200, NVRTC
 13.0, batch 1, 8 heads, seqlen 4096, head_dim 64, full, 2026-11-29, all before masks came to know
 the span of a row. On tensor cores the first number of a table is of the kernel as it was then, the
@@ -96,6 +96,9 @@ TABLE_SMS = 132
 #: Head dims that the sm80 kernels compute; a problem takes the first that holds its own.
 BUCKETS = (32, 64, 96, 128, 192, 256)
 
+#: Kernels whose blocks own queries, while keys pass; with the others it is the other way round.
+OWNS_QUERIES = ("fwd", "bwd_q")
+
 
 @dataclass(frozen=True, slots=True)
 class Sm80Tile:
@@ -112,10 +115,11 @@ class Sm80Tile:
 
     def own(self, kernel: str) -> int:
         """Positions that a block owns: keys in the backward over keys, queries elsewhere."""
-        return self.block_m if kernel in ("fwd", "bwd_q") else self.block_n
+        return self.block_m if kernel in OWNS_QUERIES else self.block_n
 
 
-#: By kernel and bucket, the largest tile first; the last one of a loop fits every device. A row's
+#: By kernel and bucket, the largest tile first but in bwd_both; the last one of a loop fits every
+#: device, but in bwd_one and bwd_both, which may have none that does. A row's
 #: number and those beside it are TFLOP/s on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden
 #: size about 2048, seqlen 4096, full, 2026-11-29 and 30, the alternatives of a line in turn; a
 #: backward counts 2.5 times its forward, bwd_q 1.5 times (with the kernel that computes delta).

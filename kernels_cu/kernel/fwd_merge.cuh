@@ -81,7 +81,7 @@ CUATTN_DEVICE void merge_row(const FwdParams& params, i64 rows, i64 index) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const f32 its = ptx::shuffle(weight.data, (first + i) % kWarpSize);
-      if (its == 0.0f) continue;  // a part without keys holds nothing
+      if (its == 0.0f) continue;  // a part without keys, or outweighed, holds nothing
 #pragma unroll
       for (int j = 0; j < Columns::kCols; ++j) {
         o.at(0, j) = ptx::fma(its, parts[i].at(0, j), o.at(0, j));

@@ -7,7 +7,7 @@
 namespace cuattn::mainloop {
 
 // K and V of the CTA's keys; two stages of Q and dO, and of their rows' numbers; P; so many tiles
-// of dS; and from end() on what a way to dQ (mainloop/dq_sm80.cuh) needs beside.
+// of dS; and from end() on what delta (mainloop/delta_sm80.cuh) needs beside.
 template <Sm80Config C, int kGradientTiles>
 struct BackwardLayout {
   static constexpr int kDims = C.block_d, kStages = 2, kBuffers = kGradientTiles;

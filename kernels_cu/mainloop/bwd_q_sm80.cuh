@@ -1,5 +1,5 @@
 // The backward loop that owns queries and yields dQ, on tensor cores of sm_80 and later, for 16-bit
-// inputs: where the same inputs must give the same bits, or dQ alone is asked for. Layer: mainloop.
+// inputs: where nothing may be added in memory, or dQ alone is asked for. Layer: mainloop.
 //
 //   per key tile:   wait | copy the next K, V
 //                   S = Q K^T | P = exp(S - lse) | dP = dO V^T | dS | dQ += dS K

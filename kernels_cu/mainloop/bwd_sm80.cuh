@@ -67,6 +67,8 @@ struct BackwardSm80 {
         at.sK(), Rows(params.k, work.batch_idx, work.head_idx), shape.head_dim, at.sV(),
         Rows(params.v, work.batch_idx, work.head_idx), shape.head_dim_v, keys.begin,
         [&](int key) { return key < keys.end; });
+    // why here: where no tile passes nothing else commits, and results take the place of K and V
+    ptx::async_commit();
 
     // Of the first head's rows, and then of those of any head of the group.
     const int first = work.head_idx * group_size;
@@ -127,7 +129,7 @@ struct BackwardSm80 {
         clear_unseen<C>(at.sQ(stage), at.sdO(stage), at.sRows(stage));
         ptx::sync_cta();
       }
-      delta.complete(at.sdO(stage), at.sRows(stage));
+      delta.complete(at.sdO(stage), at.sRows(stage), at.sRows(stage) + Layout::kRowBytes);
       if (more) copy_queries(now.next(tiles));
       if (!weighs) dq.add_before(stage);
 

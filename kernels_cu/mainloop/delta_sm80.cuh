@@ -21,7 +21,7 @@ struct DeltaInMemory {
 
   CUATTN_DEVICE DeltaInMemory(const BwdParams&, u32) {}
   CUATTN_DEVICE void copy(QueryPlace, softmax::Range) const {}
-  CUATTN_DEVICE void complete(Tile, u32) const {}
+  CUATTN_DEVICE void complete(Tile, u32, u32) const {}
 };
 
 template <Sm80Config C>
@@ -53,15 +53,16 @@ struct DeltaFromOut {
                ? sum - softmax::lse_gradient<f32>(params.dlse, work.batch_idx, work.head_idx, row)
                : 0.0f;
   }
-  CUATTN_DEVICE void complete(Tile dout, u32 rows) const {
-    put_delta(dout, rows);
+  // Of the rows of a tile, whose lse and, until then, dlse lie there in shared memory.
+  CUATTN_DEVICE void complete(Tile dout, u32 lse, u32 delta) const {
+    put_delta(dout, lse, delta);
     ptx::sync_cta();
   }
 
  private:
   // Puts delta = rowsum(dout * out) - dlse in the place of dlse; a row that saw no key gets 0.
   // Lanes of a row are a few rows apart, so that those that read together meet different banks.
-  CUATTN_DEVICE void put_delta(Tile dout, u32 rows) const {
+  CUATTN_DEVICE void put_delta(Tile dout, u32 lse, u32 delta) const {
     constexpr int kLanes = C.num_threads / C.block_m, kRowsOfWarp = kWarpSize / kLanes;
     const int lane = threadIdx.x % kWarpSize;
     const int row = threadIdx.x / kWarpSize * kRowsOfWarp + lane % kRowsOfWarp;
@@ -84,9 +85,8 @@ struct DeltaFromOut {
 #pragma unroll
     for (int mask = kRowsOfWarp; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
     if (lane >= kRowsOfWarp) return;
-    const u32 place = rows + C.block_m * 4 + row * 4;
-    const bool is_seen = ptx::load_shared(rows + row * 4) != infinity<f32>();
-    ptx::store_shared(place, is_seen ? sum - ptx::load_shared(place) : 0.0f);
+    const bool is_seen = ptx::load_shared(lse + row * 4) != infinity<f32>();
+    ptx::store_shared(delta + row * 4, is_seen ? sum - ptx::load_shared(delta + row * 4) : 0.0f);
   }
 };
 
