@@ -165,7 +165,7 @@ def _launch_text(launch: Launch, built: dict[str, Built]) -> Iterator[str]:
     tile = ""
     if "block_m" in config:
         tile = "{block_m} queries x {block_n} keys x {block_d} dims, ".format(**config)
-    yield _line("", tile + threads)
+    yield _line("", tile + threads + (f": {launch.note}" if launch.note else ""))
     uses = f"{_bytes(spec.smem_bytes)} of shared memory a block"
     if spec.name in built:
         compiled = built[spec.name].compiled

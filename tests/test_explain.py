@@ -153,6 +153,15 @@ def test_split_keys_are_explained(no_compiler):
     assert not lines(backward, "splits")
 
 
+def test_blocks_of_both_loops_are_told_apart(no_compiler):
+    _, backward = cuattn.explain(*arrays((1, 256, 4, 64), dtype="float16"), device="sm_90a").split(
+        "\n\n"
+    )
+    assert "24 blocks of 256 threads: 16 own 64 keys each, 8 own 128 queries" in backward
+    large = cuattn.explain(*arrays((8, 4096, 16, 64), dtype="float16"), device="sm_90a")
+    assert " own " not in large
+
+
 @pytest.mark.parametrize("device", [None, "sm_90a"])
 @pytest.mark.parametrize("shape", [(0, 8, 2, 4), (1, 0, 2, 4), (1, 8, 0, 4)])
 def test_empty_problems_are_explained(no_compiler, shape, device):

@@ -30,10 +30,11 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and the number of blocks it is launched with."""
+    """A kernel and the number of blocks it is launched with; ``note`` tells them apart in words."""
 
     kernel: KernelSpec
     grid: int
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

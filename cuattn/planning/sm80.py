@@ -83,7 +83,8 @@ class Sm80:
 
         def launch(kernel: str, tile: Sm80Tile) -> Launch:
             spec = self.spec(kernel, dims, tile, problem.dtype, problem.dtype)
-            return Launch(spec, grid(kernel, tile, problem))
+            note = _note(tile, problem) if kernel == "bwd_both" else ""
+            return Launch(spec, grid(kernel, tile, problem), note)
 
         for kernel, tile_for in (("bwd_one", self.one_tile), ("bwd_both", self.both_tile)):
             tile = tile_for(problem, device)
@@ -285,10 +286,20 @@ def grid(kernel: str, tile: Sm80Tile, problem: AttentionProblem) -> int:
     """Blocks of a launch, but for splits of the keys."""
     if kernel != "bwd_both":
         return blocks(kernel, tile, problem)
+    return sum(_both_blocks(tile, problem))
+
+
+def _both_blocks(tile: Sm80Tile, problem: AttentionProblem) -> tuple[int, int]:
+    """Blocks of bwd_both that own keys, and those that own queries."""
     wanted = wrt_flags(problem.wrt)
     owners = replace(tile, block_m=_own_queries(tile))
     keys = blocks("bwd_kv", tile, problem) if wanted & (Wrt.Dk | Wrt.Dv) else 0
-    return keys + (blocks("bwd_q", owners, problem) if wanted & Wrt.Dq else 0)
+    return keys, blocks("bwd_q", owners, problem) if wanted & Wrt.Dq else 0
+
+
+def _note(tile: Sm80Tile, problem: AttentionProblem) -> str:
+    keys, queries = _both_blocks(tile, problem)
+    return f"{keys} own {tile.block_n} keys each, {queries} own {_own_queries(tile)} queries"
 
 
 def loop(kernel: str, tile: Sm80Tile, problem: AttentionProblem, device: Device) -> Loop:
