@@ -284,6 +284,15 @@ def layout_for(layout: object, name: str, ndim: int) -> Layout:
     raise ArgumentError(explain_argument(name, f"{ndim} axes", expected, remedy))
 
 
+def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """The byte at which each part of one allocation begins, of parts of so many bytes; the end."""
+    begins, end = [], 0
+    for size in sizes:
+        begins.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return begins, end
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewArrays:
     """C-contiguous arrays that every call makes anew: NumPy's, or in CuPy's pool.
@@ -300,13 +309,10 @@ class NewArrays:
     @staticmethod
     def of(device: int | None, *arrays: tuple[tuple[int, ...], np.dtype[Any]]) -> NewArrays:
         """Arrays of these shapes and dtypes."""
-        places, end = [], 0
-        for shape, dtype in arrays:
-            places.append((shape, dtype, end))
-            size = math.prod(shape) * dtype.itemsize
-            end += -(-size // ALIGNMENT) * ALIGNMENT
+        begins, end = side_by_side(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+        places = tuple((*array, begin) for array, begin in zip(arrays, begins, strict=True))
         is_one = device is not None and len(arrays) > 1 and end <= TOGETHER_BYTES
-        return NewArrays(device, tuple(places), end if is_one else 0)
+        return NewArrays(device, places, end if is_one else 0)
 
     def __call__(self) -> list[Array]:
         """Make them; the device must be current."""

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from cuattn._arrays import ALIGNMENT, Layout
+from cuattn._arrays import Layout, side_by_side
 from cuattn._typing import Array
 from cuattn.abi import structs
 from cuattn.abi.template import Template
@@ -26,7 +26,6 @@ from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
 from cuattn.planning.plan import ITEMSIZE, KernelSpec, Plan, parameters
 from cuattn.planning.problem import AttentionProblem
-from cuattn.planning.schedule import ceil_div
 from cuattn.planning.select import plan_for
 
 
@@ -98,11 +97,10 @@ class Executable:
 
 def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
     """The byte at which each buffer of the workspace begins in one allocation, and its size."""
-    itemsize, places, end = ITEMSIZE[plan.problem.accumulator], [], 0
-    for name, size in plan.workspace:
-        places.append((name, end))
-        end += ceil_div(size * itemsize, ALIGNMENT) * ALIGNMENT
-    return places, end
+    itemsize = ITEMSIZE[plan.problem.accumulator]
+    begins, end = side_by_side(size * itemsize for _, size in plan.workspace)
+    names = (name for name, _ in plan.workspace)
+    return list(zip(names, begins, strict=True)), end
 
 
 # By the identity of a problem, which the executable keeps alive: hashing one costs as much as all

@@ -5,8 +5,9 @@
         python tests/small_launches.py
     done
 
-Without CuPy's pool, so that an access past an array's end meets memory that is not there; with
-sizes that end inside tiles, several chunks of head dims, groups of heads and empty rows.
+Without CuPy's pool and every array in an allocation of its own, so that an access past an array's
+end meets memory that is not there; with sizes that end inside tiles, several chunks of head dims,
+groups of heads and empty rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from strategies import Problem
 from tiles import RANKS, tile_of_rank
 
 import cuattn
+from cuattn import _arrays
 
 PROBLEMS = (
     Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
@@ -42,6 +44,7 @@ PROBLEMS = (
 def main() -> None:
     """Run every problem in every tile of every family that takes its dtype."""
     cupy.cuda.set_allocator(None)
+    _arrays.TOGETHER_BYTES = 0
     for name in CUDA_ENGINES:
         with family_of(name) as family:
             mine = [problem for problem in PROBLEMS if problem.dtype in family.dtypes]

@@ -157,7 +157,7 @@ def test_blocks_of_both_loops_are_told_apart(no_compiler):
     _, backward = cuattn.explain(*arrays((1, 256, 4, 64), dtype="float16"), device="sm_90a").split(
         "\n\n"
     )
-    assert "24 blocks of 256 threads: 16 own 64 keys each, 8 own 128 queries" in backward
+    assert "24 blocks of 256 threads: 16 own 64 keys each, 8 own 128 queries each" in backward
     large = cuattn.explain(*arrays((8, 4096, 16, 64), dtype="float16"), device="sm_90a")
     assert " own " not in large
 

@@ -2,8 +2,9 @@
 
 An estimate in microseconds, from the table's TFLOP/s and how the blocks fill the device. Only the
 order of the estimates matters; that they are microseconds lets the cost of merging join in. Held
-against measurements of one H200, what has the least estimate takes 1.01 times as long as what is
-fastest in a forward (171 problems, at most 1.18) and 1.00 in a backward (409, at most 1.13).
+against the measurements of one H200 that its constants are from, what has the least estimate takes
+1.01 times as long as what is fastest in a forward (171 problems, head dims 64, 128 and 256, at most
+1.18) and 1.00 in a backward (409, all buckets, at most 1.13).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Loop:
         count = schedule.num_m_blocks
         span: Callable[[int], tuple[int, int]] = schedule.key_range
         if kernel not in OWNS_QUERIES:
-            size, heads = tile.block_m, problem.num_heads_q // max(1, problem.num_heads_kv)
+            size, heads = tile.block_m, problem.group_size
             count, span = schedule.num_n_blocks, schedule.row_range
         ranges = [span(max(0, count - 1) * k // 4) for k in range(5)]
         flops = 2 * _PRODUCTS[kernel] * tile.block_m * tile.block_n * block_d

@@ -139,7 +139,7 @@ class Sm80:
         products instead of seven.
         """
         dims, wrt = bucket(problem), wrt_flags(problem.wrt)
-        rows = problem.seqlen_q * (problem.num_heads_q // max(1, problem.num_heads_kv))
+        rows = problem.seqlen_q * problem.group_size
         for tile in self.side_by_side_tiles(problem, device):
             together = blocks_of_sm(tile, smem_bytes("bwd_both", dims, tile), device)
             own_keys = tile.block_n * rows if wrt & (Wrt.Dk | Wrt.Dv) else 0
@@ -299,7 +299,7 @@ def _both_blocks(tile: Sm80Tile, problem: AttentionProblem) -> tuple[int, int]:
 
 def _note(tile: Sm80Tile, problem: AttentionProblem) -> str:
     keys, queries = _both_blocks(tile, problem)
-    return f"{keys} own {tile.block_n} keys each, {queries} own {_own_queries(tile)} queries"
+    return f"{keys} own {tile.block_n} keys each, {queries} own {_own_queries(tile)} queries each"
 
 
 def loop(kernel: str, tile: Sm80Tile, problem: AttentionProblem, device: Device) -> Loop:

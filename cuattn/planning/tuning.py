@@ -118,12 +118,12 @@ class Sm80Tile:
         return self.block_m if kernel in OWNS_QUERIES else self.block_n
 
 
-#: By kernel and bucket, the largest tile first but in bwd_both; the last one of a loop fits every
-#: device, but in bwd_one and bwd_both, which may have none that does. A row's
-#: number and those beside it are TFLOP/s on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden
-#: size about 2048, seqlen 4096, full, 2026-11-29 and 30, the alternatives of a line in turn; a
-#: backward counts 2.5 times its forward, bwd_q 1.5 times (with the kernel that computes delta).
-#: Between lines the clock may have changed. What else was tried is in kernels_cu/TUNING.md.
+#: By kernel and bucket, the largest tile first, and the last one fits every device; bwd_both has
+#: another order, and it and bwd_one may have none that fits. A row's number and those beside it are
+#: TFLOP/s on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size about 2048, seqlen 4096,
+#: full, 2026-11-29 and 30, the alternatives of a line in turn; a backward counts 2.5 times its
+#: forward, bwd_q 1.5 times (with the kernel that computes delta). Between lines the clock may have
+#: changed. What else was tried is in kernels_cu/TUNING.md.
 SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("fwd", 32): (
         Sm80Tile(128, 64, 32, 3, 234, held_steps=2),  # two blocks an SM 205, 128 x 128 231

@@ -65,9 +65,12 @@ struct BackwardSimtKv : Simt<C, C.block_n, C.block_m> {
         const bool first = member == 0 && m_block == tiles.begin;
         ptx::sync_cta();  // everyone is done with the tiles of the iteration before
         for (int row = threadIdx.x; row < C.block_m; row += kThreads) {
-          const auto statistics = softmax::row_statistics(
-              static_cast<const Value*>(params.lse), static_cast<const Value*>(params.delta),
-              row_offset, row_begin + row, row_range.end);
+          const auto delta_of = [&](i64 index) {
+            return static_cast<const Value*>(params.delta)[index];
+          };
+          const auto statistics =
+              softmax::row_statistics(static_cast<const Value*>(params.lse), delta_of, row_offset,
+                                      row_begin + row, row_range.end);
           sLse[row] = statistics.lse;
           sDelta[row] = statistics.delta;
         }

@@ -54,8 +54,9 @@ struct BackwardSimtQ : Simt<C, C.block_m, C.block_n> {
     softmax::RowStatistics<Value> statistics[Scores::kRows];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      statistics[i] =
-          softmax::row_statistics(lse, delta, row_offset, rows.begin + Scores::row_of(i), rows.end);
+      statistics[i] = softmax::row_statistics(
+          lse, [&](i64 index) { return delta[index]; }, row_offset, rows.begin + Scores::row_of(i),
+          rows.end);
     }
 
     const auto seen = [&](int row) { return softmax::is_seen(lse[row_offset + rows.begin + row]); };

@@ -46,16 +46,15 @@ struct BackwardSm80Q {
         schedule.key_range(work.block).end, same_work);
 
     const f32* lse = static_cast<const f32*>(params.lse);
-    // Where delta is not in memory, any number stands for it until the copies are under way.
-    const f32* delta = Delta::kInMemory ? static_cast<const f32*>(params.delta) : lse;
     const i64 row_offset =
         (i64(work.batch_idx) * shape.num_heads_q + work.head_idx) * shape.seqlen_q;
     softmax::RowStatistics<f32> statistics[Scores::kRows];
     bool is_rare = false;
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
-      const int row = rows.begin + Scores::row_of(i);
-      statistics[i] = softmax::row_statistics(lse, delta, row_offset, row, rows.end);
+      // delta is asked for when the copies are under way
+      statistics[i] = softmax::row_statistics(
+          lse, [](i64) { return 0.0f; }, row_offset, rows.begin + Scores::row_of(i), rows.end);
       is_rare |= !(::fabsf(statistics[i].lse) <= softmax::Log2Units::kLargeLse);
     }
     is_rare = ptx::any_of_warp(is_rare);  // then logarithms of P come first
@@ -74,12 +73,10 @@ struct BackwardSm80Q {
       stream.template start<Copy::kBoth>(tiles.end - 1, 0);
     }
 
-    if constexpr (!Delta::kInMemory) {
 #pragma unroll
-      for (int i = 0; i < Scores::kRows; ++i) {
-        const bool is_seen = statistics[i].lse != infinity<f32>();
-        statistics[i].delta = Delta::of_row(params, work, rows.begin + Scores::row_of(i), is_seen);
-      }
+    for (int i = 0; i < Scores::kRows; ++i) {
+      const bool is_seen = statistics[i].lse != infinity<f32>();
+      statistics[i].delta = Delta::of_row(params, work, rows.begin + Scores::row_of(i), is_seen);
     }
 
     const tile::DownBlocks<QTile> bQ(sQ, Scores::warp_row()), bdO(sdO, Scores::warp_row());

@@ -4,7 +4,8 @@
 //   DeltaFromOut    the CTA computes it from O, which it copies with Q and dO
 //
 // A loop that owns keys calls copy() with the copies of Q and dO, and complete() when they are
-// there; one that owns queries reads delta, or asks for it row by row.
+// there; one that owns queries calls of_row(), where four neighbouring lanes hold a row and the
+// warp comes together. A row that is not inside has 0.
 #pragma once
 #include "mainloop/bwd_rows_sm80.cuh"
 #include "mainloop/work.cuh"
@@ -22,6 +23,11 @@ struct DeltaInMemory {
   CUATTN_DEVICE DeltaInMemory(const BwdParams&, u32) {}
   CUATTN_DEVICE void copy(QueryPlace, softmax::Range) const {}
   CUATTN_DEVICE void complete(Tile, u32, u32) const {}
+  CUATTN_DEVICE static f32 of_row(const BwdParams& params, const Work& work, int row, bool inside) {
+    const Shape& shape = params.shape;
+    const i64 head = i64(work.batch_idx) * shape.num_heads_q + work.head_idx;
+    return inside ? static_cast<const f32*>(params.delta)[head * shape.seqlen_q + row] : 0.0f;
+  }
 };
 
 template <Sm80Config C>
@@ -43,7 +49,6 @@ struct DeltaFromOut {
         out, Rows(params.out, next.batch_idx, next.head_idx), next.m_block * C.block_m,
         params.shape.head_dim_v, [&](int row) { return row >= rows.begin && row < rows.end; });
   }
-  // Of a row that four neighbouring lanes hold; the warp comes together.
   CUATTN_DEVICE static f32 of_row(const BwdParams& params, const Work& work, int row, bool inside) {
     const f32 sum =
         tile::row_dot<4, 4, f32>(Rows(params.out, work.batch_idx, work.head_idx),

@@ -27,11 +27,12 @@ CUATTN_DEVICE bool is_seen(T lse) {
   return lse != -infinity<T>();
 }
 
-template <class T>
-CUATTN_DEVICE RowStatistics<T> row_statistics(const T* lse, const T* delta, i64 offset, int row,
+// delta_of(index) is asked only for a row that is seen.
+template <class T, class DeltaOf>
+CUATTN_DEVICE RowStatistics<T> row_statistics(const T* lse, DeltaOf delta_of, i64 offset, int row,
                                               int row_end) {
   if (row < row_end && is_seen(lse[offset + row])) {
-    return {lse[offset + row], delta[offset + row]};
+    return {lse[offset + row], delta_of(offset + row)};
   }
   return {infinity<T>(), T(0)};
 }
