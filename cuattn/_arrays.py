@@ -37,7 +37,7 @@ OVERLAP_WORK = 100_000
 ALIGNMENT = 256
 
 #: New arrays of so many bytes in all share an allocation.
-TOGETHER_BYTES = 1 << 20
+TOGETHER_BYTES = 1 << 24
 
 AXES = "bshd"
 LSE_AXES = "bhs"

@@ -36,6 +36,19 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "BLOCK_N", 48)
 
 
+ALL = (None, "numpy", *CUDA_ENGINES)
+
+
+def engine_of(item):
+    """The name of a test's engine, or None."""
+    return getattr(item, "callspec", None) and item.callspec.params.get("engine")
+
+
+def engines_for(item):
+    """The ``ENGINES`` of its module, which differ for what is tested there, or all."""
+    return getattr(getattr(item, "module", None), "ENGINES", ALL)
+
+
 @pytest.fixture(
     params=["numpy", *(pytest.param(name, marks=pytest.mark.gpu) for name in CUDA_ENGINES)],
     scope="module",
@@ -57,6 +70,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if engine_of(item) in engines_for(item)]
     if cuda_devices() == 0:
         skip = pytest.mark.skip(reason="no CUDA device; tests/gpu_record.json holds the last run")
         for item in items:

@@ -37,6 +37,8 @@ class NumpyEngine:
 CUDA_ENGINES = {family.name: (family, contextlib.nullcontext) for family in FAMILIES}
 CUDA_ENGINES["sm80-both"] = (SM80, both_loops)
 CUDA_ENGINES["sm80-tiles"] = (SM80, keys_in_tiles)
+#: Those whose forwards differ.
+FORWARD_ENGINES = ("numpy", *(family.name for family in FAMILIES))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from compare import assert_backward, assert_forward
 from strategies import DTYPES, LAYOUTS, STRIDES, Problem, with_strides
 
 import cuattn
-from cuattn._arrays import NewArrays
+from cuattn._arrays import TOGETHER_BYTES, NewArrays
 from cuattn.planning.problem import Band
 
 # Arrays --------------------------------------------------------------------------------------
@@ -251,14 +251,15 @@ def test_out_is_untouched_on_an_error(engine):
     assert (engine.asnumpy(out) == 7).all()
 
 
-SMALL, LARGE = ((3, 5), np.dtype("float32")), ((1 << 17, 2), np.dtype("float32"))
+SMALL = (3, 5), np.dtype("float32")
+LARGE = (TOGETHER_BYTES // 8, 2), np.dtype("float32")
 
 
 def test_new_arrays_of_a_device_share_memory_where_they_are_small():
     few = NewArrays.of(0, SMALL, SMALL)
     assert few.places == ((*SMALL, 0), (*SMALL, 256))
     assert few.nbytes == 512
-    assert NewArrays.of(0, SMALL, LARGE).nbytes == 0  # together more than a MiB
+    assert NewArrays.of(0, SMALL, LARGE).nbytes == 0  # together they are not small
     assert NewArrays.of(0, SMALL).nbytes == NewArrays.of(None, SMALL, SMALL).nbytes == 0
 
 

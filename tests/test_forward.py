@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 from calls import check_forward
 from compare import assert_forward
+from engines import FORWARD_ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, Problem, problems
 from tiles import RANKS
 
 import cuattn
+
+ENGINES = (None, *FORWARD_ENGINES)
 
 
 @settings(max_examples=400)

@@ -1,10 +1,9 @@
 """How long a loop on tensor cores takes in a tile: what the choice among tiles and splits compares.
 
 An estimate in microseconds, from the table's TFLOP/s and how the blocks fill the device. Only the
-order of the estimates matters; that they are microseconds lets the cost of merging join in. Held
-against the measurements of one H200 that its constants are from, what has the least estimate takes
-1.01 times as long as what is fastest in a forward (171 problems, head dims 64, 128 and 256, at most
-1.18) and 1.00 in a backward (409, all buckets, at most 1.13).
+order of the estimates matters; that they are microseconds lets the cost of merging join in. On one
+H200 what has the least estimate takes 1.005 times as long as what is fastest in the 180 forwards
+that its constants are from (at most 1.17), and 1.004 times in 408 backwards (at most 1.29).
 """
 
 from __future__ import annotations
@@ -15,11 +14,14 @@ from dataclasses import dataclass
 from cuattn.planning.device import Device
 from cuattn.planning.problem import AttentionProblem
 from cuattn.planning.schedule import RangeSchedule, ceil_div
-from cuattn.planning.tuning import OWNS_QUERIES, TABLE_SMS, Sm80Tile
+from cuattn.planning.tuning import OWNS_QUERIES, TABLE_SEQLEN, TABLE_SMS, Sm80Tile
 
 #: Of a block's time, what a place of an SM costs that no block takes: the others run faster for it,
 #: but not so much.
 _ABSENT = 0.5
+#: From a block's begin to its end, for what is not a pass: first copies, and results written.
+#: Blocks of one SM wait for these side by side.
+_BLOCK_US = 4.0
 #: Of a split forward: the second kernel, 3.5 on the device and the rest for the host that launches
 #: it; each part of a row in it; each number of a part.
 _MERGE_US, _PART_US, _NUMBER_US = 5.0, 0.1, 6e-6
@@ -84,12 +86,14 @@ class Loop:
             size, heads = tile.block_m, problem.group_size
             count, span = schedule.num_n_blocks, schedule.row_range
         ranges = [span(max(0, count - 1) * k // 4) for k in range(5)]
+        together = blocks_of_sm(tile, smem_bytes, device)
         flops = 2 * _PRODUCTS[kernel] * tile.block_m * tile.block_n * block_d
+        own_us = _BLOCK_US / together / (TABLE_SEQLEN / size)  # a pass's share, in the TFLOP/s
         return Loop(
             blocks(kernel, tile, problem),
             tuple(heads * ceil_div(end - begin, size) for begin, end in ranges),
-            flops * TABLE_SMS / (tile.tflops * 1e6),
-            blocks_of_sm(tile, smem_bytes, device),
+            flops * TABLE_SMS / (tile.tflops * 1e6) - own_us,
+            together,
             device.num_sms,
         )
 
@@ -99,7 +103,10 @@ class Loop:
         busiest = ceil_div(self.blocks * num_splits, self.num_sms)
         longest = max(passes) * self._turns(min(busiest, self.blocks_of_sm))
         mean = sum(passes) / len(passes) * self._turns(busiest)
-        return self.pass_us * max(longest, mean)
+        after_another = max(1.0, busiest / self.blocks_of_sm)
+        return max(
+            self.pass_us * longest + _BLOCK_US, self.pass_us * mean + _BLOCK_US * after_another
+        )
 
     def _turns(self, count: int) -> float:
         """Blocks for whose time an SM is busy that has so many of them."""

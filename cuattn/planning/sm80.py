@@ -189,6 +189,7 @@ class Sm80:
                 ("warp_rows", tile.warp_rows),
                 ("num_stages", tile.num_stages),
                 ("held_steps", tile.held_steps),
+                ("rolled_copies", int(tile.rolled_copies)),
                 ("num_threads", num_threads),
                 ("smem_bytes", smem),
                 ("wrt", wrt.get(kernel, _ALL)),

@@ -90,8 +90,8 @@ TILES: dict[tuple[str, str, str], tuple[Tile, ...]] = {
 }
 
 
-#: SMs of the device that the tables were measured on.
-TABLE_SMS = 132
+#: SMs of the device that SM80_TILES was measured on, and keys and queries of a head.
+TABLE_SMS, TABLE_SEQLEN = 132, 4096
 
 #: Head dims that the sm80 kernels compute; a problem takes the first that holds its own.
 BUCKETS = (32, 64, 96, 128, 192, 256)
@@ -112,6 +112,7 @@ class Sm80Tile:
     held_steps: int = 0  # 16 dims each of q that stay in registers, in a forward
     num_stages: int = 2  # tiles of K and V in shared memory, in a forward
     max_spill_bytes: int = 0  # what may go to local memory where all registers are taken
+    rolled_copies: bool = False  # of what a block owns, where unrolled ones slow the loop
 
     def own(self, kernel: str) -> int:
         """Positions that a block owns: keys in the backward over keys, queries elsewhere."""
@@ -126,32 +127,39 @@ class Sm80Tile:
 #: changed. What else was tried is in kernels_cu/TUNING.md.
 SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("fwd", 32): (
-        Sm80Tile(128, 64, 32, 3, 234, held_steps=2),  # two blocks an SM 205, 128 x 128 231
-        Sm80Tile(64, 64, 16, 2, 211, held_steps=2),
+        Sm80Tile(128, 64, 32, 3, 236, held_steps=2),  # two blocks an SM 205, 128 x 128 231
+        Sm80Tile(64, 64, 16, 2, 206, held_steps=2),
+        Sm80Tile(32, 32, 32, 16, 193),
     ),
     ("fwd", 64): (
-        Sm80Tile(128, 128, 32, 2, 332, max_spill_bytes=128),  # 128 x 64 with Q held 317
-        Sm80Tile(64, 64, 16, 2, 243, held_steps=4),
+        Sm80Tile(128, 128, 32, 2, 326, num_stages=1, max_spill_bytes=128),  # two stages 325
+        Sm80Tile(64, 64, 16, 2, 271, held_steps=4),
+        Sm80Tile(32, 32, 32, 12, 232, num_stages=1),
     ),
     ("fwd", 96): (
-        Sm80Tile(128, 64, 32, 2, 352),  # 128 x 96 347, two steps held 346
-        Sm80Tile(64, 64, 16, 2, 282, held_steps=6),
+        Sm80Tile(128, 64, 32, 2, 346),  # 128 x 96 347, two steps held 346
+        Sm80Tile(64, 64, 16, 3, 301, held_steps=6),
+        Sm80Tile(32, 32, 16, 8, 231, num_stages=1, max_spill_bytes=128),
     ),
     ("fwd", 128): (
-        Sm80Tile(128, 64, 32, 2, 377, max_spill_bytes=128),  # with one stage 364
-        Sm80Tile(64, 64, 16, 2, 264, held_steps=8),
+        Sm80Tile(128, 64, 32, 2, 365, max_spill_bytes=128),  # with one stage 364
+        Sm80Tile(64, 64, 16, 2, 303, held_steps=8),
+        Sm80Tile(32, 32, 16, 8, 240, num_stages=1),
     ),
     # Beside 128 x 64 in one block an SM: better at most lengths, and much so at short ones.
     ("fwd", 192): (
-        Sm80Tile(64, 64, 16, 2, 334, held_steps=12, num_stages=1),  # 8 steps 327, 128 x 64 320
+        Sm80Tile(64, 64, 16, 2, 324, held_steps=12, num_stages=1),  # 8 steps 327, 128 x 64 320
+        Sm80Tile(32, 32, 16, 6, 240, num_stages=1, max_spill_bytes=128),
     ),
     ("fwd", 256): (
-        # 128 x 64 331
-        Sm80Tile(64, 64, 16, 2, 328, held_steps=8, num_stages=1, max_spill_bytes=128),
+        Sm80Tile(128, 128, 16, 1, 332, num_stages=1, max_spill_bytes=128),
+        Sm80Tile(64, 64, 16, 2, 305, held_steps=8, num_stages=1, max_spill_bytes=128),
+        Sm80Tile(32, 32, 16, 4, 253, num_stages=1),
     ),
     ("bwd", 32): (
-        Sm80Tile(64, 128, 32, 2, 223, max_spill_bytes=128),  # 128 queries in one block an SM 209
-        Sm80Tile(64, 64, 16, 2, 180),  # one block an SM 121
+        # 128 queries in one block an SM 209
+        Sm80Tile(64, 128, 32, 2, 223, max_spill_bytes=128, rolled_copies=True),
+        Sm80Tile(64, 64, 16, 2, 180, rolled_copies=True),  # one block an SM 121
     ),
     ("bwd", 64): (
         Sm80Tile(128, 128, 32, 1, 277, max_spill_bytes=128),  # 64 queries 239
@@ -172,7 +180,7 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
         Sm80Tile(16, 32, 16, 2, 172),
     ),
     ("bwd", 256): (
-        Sm80Tile(64, 64, 16, 1, 271, max_spill_bytes=128),
+        Sm80Tile(64, 64, 16, 1, 271, max_spill_bytes=128, rolled_copies=True),
         Sm80Tile(32, 64, 16, 1, 235),
         Sm80Tile(16, 32, 16, 2, 181),
     ),
@@ -211,9 +219,9 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     # keys as queries, and last those of three kernels; 4 heads of 256, then 32 of 256 (16 at
     # head_dim 192), then 64 of 192. The first row that fits is taken.
     ("bwd_both", 32): (
-        Sm80Tile(64, 64, 16, 1),  # 10.7, 32 x 32 12.4; 15.4
-        Sm80Tile(64, 128, 32, 1),  # 12.4; 16.1
-        Sm80Tile(32, 64, 32, 4),  # 15.1; 16.8
+        Sm80Tile(64, 64, 16, 1, rolled_copies=True),  # 10.7, 32 x 32 12.4; 15.4
+        Sm80Tile(64, 128, 32, 1, rolled_copies=True),  # 12.4; 16.1
+        Sm80Tile(32, 64, 32, 4, rolled_copies=True),  # 15.1; 16.8
     ),
     ("bwd_both", 64): (
         Sm80Tile(64, 64, 16, 1),  # 14.1, 32 x 64 16.6, 32 x 32 15.4; 17.9

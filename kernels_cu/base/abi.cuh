@@ -99,17 +99,18 @@ struct SimtConfig {
 
 // One specialisation of the 16-bit kernels for tensor cores: a C++20 template argument.
 struct Sm80Config {
-  DType dtype;      // of q, k, v and the gradients
-  DType out_dtype;  // of out
-  i32 block_m;      // query rows of a tile
-  i32 block_n;      // keys of a tile
-  i32 block_d;      // head dims of a tile: at least head_dim and head_dim_v
-  i32 warp_rows;    // of the tile that the thread block owns, for each warp
-  i32 num_stages;   // tiles of K and V in shared memory, in a forward
-  i32 held_steps;   // 16 dims each of q that stay in registers, in a forward
-  i32 num_threads;  // of the thread block
-  i32 smem_bytes;   // dynamic shared memory
-  i32 wrt;          // gradients the kernel writes
+  DType dtype;        // of q, k, v and the gradients
+  DType out_dtype;    // of out
+  i32 block_m;        // query rows of a tile
+  i32 block_n;        // keys of a tile
+  i32 block_d;        // head dims of a tile: at least head_dim and head_dim_v
+  i32 warp_rows;      // of the tile that the thread block owns, for each warp
+  i32 num_stages;     // tiles of K and V in shared memory, in a forward
+  i32 held_steps;     // 16 dims each of q that stay in registers, in a forward
+  i32 rolled_copies;  // 1: those of the tiles that the thread block owns
+  i32 num_threads;    // of the thread block
+  i32 smem_bytes;     // dynamic shared memory
+  i32 wrt;            // gradients the kernel writes
 };
 
 // One specialisation of the kernel that merges splits of the keys.
@@ -197,7 +198,7 @@ static_assert(CUATTN_OFFSETOF(SimtConfig, num_lanes) == 28);
 static_assert(CUATTN_OFFSETOF(SimtConfig, num_threads) == 32);
 static_assert(CUATTN_OFFSETOF(SimtConfig, smem_bytes) == 36);
 static_assert(CUATTN_OFFSETOF(SimtConfig, wrt) == 40);
-static_assert(sizeof(Sm80Config) == 44);
+static_assert(sizeof(Sm80Config) == 48);
 static_assert(alignof(Sm80Config) == 4);
 static_assert(CUATTN_OFFSETOF(Sm80Config, dtype) == 0);
 static_assert(CUATTN_OFFSETOF(Sm80Config, out_dtype) == 4);
@@ -207,9 +208,10 @@ static_assert(CUATTN_OFFSETOF(Sm80Config, block_d) == 16);
 static_assert(CUATTN_OFFSETOF(Sm80Config, warp_rows) == 20);
 static_assert(CUATTN_OFFSETOF(Sm80Config, num_stages) == 24);
 static_assert(CUATTN_OFFSETOF(Sm80Config, held_steps) == 28);
-static_assert(CUATTN_OFFSETOF(Sm80Config, num_threads) == 32);
-static_assert(CUATTN_OFFSETOF(Sm80Config, smem_bytes) == 36);
-static_assert(CUATTN_OFFSETOF(Sm80Config, wrt) == 40);
+static_assert(CUATTN_OFFSETOF(Sm80Config, rolled_copies) == 32);
+static_assert(CUATTN_OFFSETOF(Sm80Config, num_threads) == 36);
+static_assert(CUATTN_OFFSETOF(Sm80Config, smem_bytes) == 40);
+static_assert(CUATTN_OFFSETOF(Sm80Config, wrt) == 44);
 static_assert(sizeof(MergeConfig) == 16);
 static_assert(alignof(MergeConfig) == 4);
 static_assert(CUATTN_OFFSETOF(MergeConfig, dtype) == 0);

@@ -65,7 +65,7 @@ struct BackwardSm80Q {
         return row < rows.end && softmax::is_seen(lse[row_offset + row]);
       };
       using OwnCopy = PairCopy<kThreads, QTile, Element>;
-      OwnCopy::template start_any<OwnCopy::kBoth>(
+      OwnCopy::template start_any<OwnCopy::kBoth, tile::Passes(C.rolled_copies)>(
           sQ, Rows(params.q, work.batch_idx, work.head_idx), shape.head_dim, sdO,
           output_gradient<Element>(params, work.batch_idx, work.head_idx), shape.head_dim_v,
           rows.begin, seen);

@@ -42,9 +42,15 @@ struct PairCopy {
     Copy::clear_past(a, first_cols);
     Copy::clear_past(b, second_cols);
   }
-  template <Part kPart, class Wanted>
+  template <Part kPart, tile::Passes kHow = tile::Passes::kRolled, class Wanted>
   CUATTN_DEVICE static void start_any(Tile a, Rows first, int first_cols, Tile b, Rows second,
                                       int second_cols, int row_begin, Wanted wanted) {
+    if constexpr (kHow == tile::Passes::kUnrolled) {
+      if (kPart & kFirst) Copy::template start_any<kHow>(a, first, row_begin, first_cols, wanted);
+      if (kPart & kSecond)
+        Copy::template start_any<kHow>(b, second, row_begin, second_cols, wanted);
+      return;
+    }
 #pragma unroll 1
     for (int i = kPart == kSecond; i < (kPart == kFirst ? 1 : 2); ++i) {
       Copy::start_any(

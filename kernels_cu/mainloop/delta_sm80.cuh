@@ -45,7 +45,8 @@ struct DeltaFromOut {
       : params(its_params), out{shared} {}
 
   CUATTN_DEVICE void copy(QueryPlace next, softmax::Range rows) const {
-    tile::TileCopy<C.num_threads, Tile>::start_any(
+    using Copy = tile::TileCopy<C.num_threads, Tile>;
+    Copy::template start_any<tile::Passes(C.rolled_copies)>(
         out, Rows(params.out, next.batch_idx, next.head_idx), next.m_block * C.block_m,
         params.shape.head_dim_v, [&](int row) { return row >= rows.begin && row < rows.end; });
   }

@@ -31,7 +31,8 @@ struct ForwardSm80 {
   using Rows = tile::GlobalRows<const Element>;
   using Copy = PairCopy<kThreads, KeyTile, Element>;
   // Two: the copies of a tile run beside the whole tile before. One: those of V beside the scores,
-  // those of the next K beside the rest, in half the shared memory.
+  // those of the next K beside the rest, in half the shared memory; the first tile's start
+  // together.
   static constexpr int kStages = C.num_stages;
   static constexpr typename Copy::Part kNext = kStages == 1 ? Copy::kFirst : Copy::kBoth;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * 2 * KeyTile::kBytes;
@@ -52,11 +53,13 @@ struct ForwardSm80 {
         shared + QTile::kBytes, params.k, params.v, shape, tiles.end - 1,
         schedule.key_range(work.block).end, same_work);
     if (tiles.begin < tiles.end) {
-      tile::TileCopy<kThreads, QTile>::start_any(sQ, Rows(params.q, work.batch_idx, work.head_idx),
-                                                 rows.begin, shape.head_dim,
-                                                 [&](int row) { return row < rows.end; });
+      using QCopy = tile::TileCopy<kThreads, QTile>;
+      QCopy::template start_any<tile::Passes(C.rolled_copies)>(
+          sQ, Rows(params.q, work.batch_idx, work.head_idx), rows.begin, shape.head_dim,
+          [&](int row) { return row < rows.end; });
       for (int stage = 0; stage < kStages; ++stage) stream.clear_past(stage);
       stream.template start<kNext>(tiles.end - 1, 0);
+      if constexpr (kStages == 1) stream.template start<Copy::kSecond>(tiles.end - 1, 0);
     }
 
     const softmax::Log2Units units(params.softmax_scale);
@@ -69,14 +72,19 @@ struct ForwardSm80 {
 #pragma unroll 1
     for (int n_block = tiles.end - 1; n_block >= tiles.begin; --n_block, stage ^= kStages - 1) {
       const int key_begin = n_block * C.block_n;
-      ptx::async_wait<0>();
+      const bool is_first = n_block == tiles.end - 1;
+      if (kStages == 1 && is_first) {
+        ptx::async_wait<1>();  // V may be on its way
+      } else {
+        ptx::async_wait<0>();
+      }
       ptx::sync_cta();  // everyone's copies are there, and what is copied over next has been read
       if constexpr (kStages == 1) {
-        stream.template start<Copy::kSecond>(n_block, 0);
+        if (!is_first) stream.template start<Copy::kSecond>(n_block, 0);
       } else if (n_block > tiles.begin) {
         stream.template start<Copy::kBoth>(n_block - 1, stage ^ 1);
       }
-      if (kHeld > 0 && n_block == tiles.end - 1) {
+      if (kHeld > 0 && is_first) {
 #pragma unroll
         for (int step = 0; step < kHeld; ++step) tile::read_left(held[step], own, step * 16);
       }

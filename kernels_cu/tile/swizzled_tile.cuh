@@ -76,6 +76,10 @@ using DownBlocks = Blocks<Tile, Quarters::kDownFirst>;
 template <class Tile>
 using AcrossBlocks = Blocks<Tile, Quarters::kAcrossFirst>;
 
+// The passes of a copy: unrolled where every CTA waits for it, rolled where it is rare or the loop
+// around it or after it has no registers to spare.
+enum class Passes { kUnrolled, kRolled };
+
 // Fills tiles with rows and all columns of heads, all threads together; copies are under way when
 // the functions return. Each thread has the same chunk and every kRowStep-th row of each tile.
 template <int kThreads, class Tile>
@@ -117,7 +121,7 @@ struct TileCopy {
 
   // Any case: rows row_begin... of one head. Rows (of the head) that `wanted` refuses are zeros,
   // and so is what lies past the last column.
-  template <class Element, class Wanted>
+  template <Passes kHow = Passes::kRolled, class Element, class Wanted>
   CUATTN_DEVICE static void start_any(Tile tile, const GlobalRows<const Element>& rows,
                                       int row_begin, int cols, Wanted wanted) {
     if (!rows.in_vectors(cols)) {
@@ -125,11 +129,20 @@ struct TileCopy {
       return;
     }
     if (is_idle()) return;
-#pragma unroll 1
-    for (int r = row(); r < Tile::kRows; r += kRowStep) {
+    const auto start_row = [&](int r, const Element* place) {
       const bool copied = chunk() * kChunk < cols && wanted(row_begin + r);
-      ptx::async_copy_16(tile.at(r, chunk()),
-                         copied ? &rows.at(row_begin + r, chunk() * kChunk) : rows.data, copied);
+      ptx::async_copy_16(tile.at(r, chunk()), copied ? place : rows.data, copied);
+    };
+    if constexpr (kHow == Passes::kRolled) {
+#pragma unroll 1
+      for (int r = row(); r < Tile::kRows; r += kRowStep) {
+        start_row(r, &rows.at(row_begin + r, chunk() * kChunk));
+      }
+    } else {
+      const Element* place = &rows.at(row_begin + row(), chunk() * kChunk);
+      const i64 step = kRowStep * rows.stride_row;
+#pragma unroll
+      for (int r = 0; r < Tile::kRows; r += kRowStep, place += step) start_row(row() + r, place);
     }
   }
 
