@@ -9,6 +9,7 @@ import record
 from plans import DEVICES, H200, LARGE, OPS, SMALL, deterministic, kernels, plan
 from tiles import RANKS
 
+from cuattn.planning import sm80
 from cuattn.planning.cost import blocks_of_sm
 from cuattn.planning.device import known_device
 from cuattn.planning.problem import Band
@@ -206,6 +207,15 @@ def test_16_bit_tiles_go_from_large_to_small_and_the_last_fits_all(key):
         for device in DEVICES
         if SM80.lacking(device) is None
     } >= set(tiles[1:])  # no row is there for nothing
+
+
+@pytest.mark.parametrize(("larger", "rank"), [(1.015, 0), (1.025, 1)])
+def test_of_estimates_that_are_equal_the_larger_tile_counts(monkeypatch, larger, rank):
+    tiles = SM80_TILES["fwd", 64]
+    times = dict(zip(tiles, (larger, 1.0, 3.0), strict=True))
+    monkeypatch.setattr(sm80, "best_splits", lambda tile, *_: (times[tile], 1))
+    asked = record.problem("forward", "bfloat16", shape=LARGE)
+    assert SM80.choose_tile("fwd", asked, H200) == tiles[rank]
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

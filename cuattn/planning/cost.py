@@ -28,6 +28,8 @@ _MERGE_US, _PART_US, _NUMBER_US = 5.0, 0.1, 6e-6
 #: Bytes of shared memory that each block takes beside its own, and that an SM has more than a block
 #: can have. source: CUDA C++ Programming Guide, "Compute Capability 8.x, Shared Memory" and later.
 _RESERVED = 1024
+#: Blocks of a head that are looked at: all, where it has no more.
+_SAMPLES = 9
 #: Matrix products for a pair of tiles. The loops that own keys are all counted as the one that
 #: yields every gradient, whose table they share.
 _PRODUCTS = {"fwd": 2, "bwd_q": 3, "bwd": 5, "bwd_kv": 5}
@@ -55,7 +57,7 @@ class Loop:
     blocks : int
         Thread blocks, before the keys are split.
     passes : tuple of int
-        Tiles that pass the first block of a head, the last one and three between.
+        Tiles that pass some blocks of a head, evenly spaced from the first to the last.
     pass_us : float
         An SM's time for one tile that passes one block, where it holds as many blocks as it can.
     blocks_of_sm, num_sms : int
@@ -85,7 +87,8 @@ class Loop:
         if kernel not in OWNS_QUERIES:
             size, heads = tile.block_m, problem.group_size
             count, span = schedule.num_n_blocks, schedule.row_range
-        ranges = [span(max(0, count - 1) * k // 4) for k in range(5)]
+        last, steps = max(0, count - 1), min(max(1, count - 1), _SAMPLES - 1)
+        ranges = [span(last * k // steps) for k in range(steps + 1)]
         together = blocks_of_sm(tile, smem_bytes, device)
         flops = 2 * _PRODUCTS[kernel] * tile.block_m * tile.block_n * block_d
         own_us = _BLOCK_US / together / (TABLE_SEQLEN / size)  # a pass's share, in the TFLOP/s
