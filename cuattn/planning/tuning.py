@@ -144,7 +144,7 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("fwd", 128): (
         Sm80Tile(128, 64, 32, 2, 365, max_spill_bytes=128),  # with one stage 364
         Sm80Tile(64, 64, 16, 2, 303, held_steps=8),
-        Sm80Tile(32, 32, 16, 8, 240, num_stages=1),
+        Sm80Tile(32, 32, 16, 8, 240, num_stages=1, max_spill_bytes=128),
     ),
     # Beside 128 x 64 in one block an SM: better at most lengths, and much so at short ones.
     ("fwd", 192): (
