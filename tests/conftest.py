@@ -36,17 +36,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "BLOCK_N", 48)
 
 
-ALL = (None, "numpy", *CUDA_ENGINES)
-
-
-def engine_of(item):
-    """The name of a test's engine, or None."""
-    return getattr(item, "callspec", None) and item.callspec.params.get("engine")
-
-
-def engines_for(item):
-    """The ``ENGINES`` of its module, which differ for what is tested there, or all."""
-    return getattr(getattr(item, "module", None), "ENGINES", ALL)
+def is_repeated(item):
+    """Whether a test's engine is none of its module's ``ENGINES``: another does the same there."""
+    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    return engine is not None and engine not in getattr(item.module, "ENGINES", (engine,))
 
 
 @pytest.fixture(
@@ -69,8 +62,10 @@ def pytest_addoption(parser):
     parser.addoption("--record-gpu", metavar="PATH", help="write what ran on this GPU to PATH")
 
 
-def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if engine_of(item) in engines_for(item)]
+def pytest_collection_modifyitems(config, items):
+    repeated = [item for item in items if is_repeated(item)]
+    config.hook.pytest_deselected(items=repeated)
+    items[:] = [item for item in items if item not in repeated]
     if cuda_devices() == 0:
         skip = pytest.mark.skip(reason="no CUDA device; tests/gpu_record.json holds the last run")
         for item in items:

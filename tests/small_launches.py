@@ -57,7 +57,7 @@ def main() -> None:
             for rank, problem in itertools.product(RANKS, mine):
                 with tile_of_rank(rank):
                     run(problem, done)
-                print(name, problem.dtype, "in tile", rank, "ran", flush=True)
+                print(name, problem.dtype, "in tile", rank, "is done", flush=True)
 
 
 def run(problem: Problem, done: set[object]) -> None:

@@ -12,7 +12,7 @@ from tiles import RANKS
 
 import cuattn
 
-ENGINES = (None, *FORWARD_ENGINES)
+ENGINES = FORWARD_ENGINES
 
 
 @settings(max_examples=400)

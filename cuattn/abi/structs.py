@@ -140,7 +140,7 @@ Sm80Config = Struct(
     Field("warp_rows", I32, "of the tile that the thread block owns, for each warp"),
     Field("num_stages", I32, "tiles of K and V in shared memory, in a forward"),
     Field("held_steps", I32, "16 dims each of q that stay in registers, in a forward"),
-    Field("rolled_copies", I32, "1: those of the tiles that the thread block owns"),
+    Field("rolled_copies", I32, "1: those of what the thread block owns, and of out"),
     Field("num_threads", I32, "of the thread block"),
     Field("smem_bytes", I32, "dynamic shared memory"),
     Field("wrt", WRT, "gradients the kernel writes"),

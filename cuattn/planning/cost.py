@@ -2,8 +2,9 @@
 
 An estimate in microseconds, from the table's TFLOP/s and how the blocks fill the device. Only the
 order of the estimates matters; that they are microseconds lets the cost of merging join in. On one
-H200 what has the least estimate takes 1.005 times as long as what is fastest in the 180 forwards
-that its constants are from (at most 1.17), and 1.004 times in 408 backwards (at most 1.29).
+H200 the choice took 1.005 times as long as what was fastest in the 180 forwards that ``_BLOCK_US``
+was found in (at most 1.17), and 1.004 times in 408 backwards (at most 1.29); the other constants
+are from before those. What a kernel gained since then is not in it.
 """
 
 from __future__ import annotations
@@ -106,10 +107,8 @@ class Loop:
         busiest = ceil_div(self.blocks * num_splits, self.num_sms)
         longest = max(passes) * self._turns(min(busiest, self.blocks_of_sm))
         mean = sum(passes) / len(passes) * self._turns(busiest)
-        after_another = max(1.0, busiest / self.blocks_of_sm)
-        return max(
-            self.pass_us * longest + _BLOCK_US, self.pass_us * mean + _BLOCK_US * after_another
-        )
+        waves = max(1.0, busiest / self.blocks_of_sm)
+        return max(self.pass_us * longest + _BLOCK_US, self.pass_us * mean + _BLOCK_US * waves)
 
     def _turns(self, count: int) -> float:
         """Blocks for whose time an SM is busy that has so many of them."""

@@ -112,7 +112,7 @@ class Sm80Tile:
     held_steps: int = 0  # 16 dims each of q that stay in registers, in a forward
     num_stages: int = 2  # tiles of K and V in shared memory, in a forward
     max_spill_bytes: int = 0  # what may go to local memory where all registers are taken
-    rolled_copies: bool = False  # of what a block owns, where unrolled ones slow the loop
+    rolled_copies: bool = False  # of what a block owns, and of out: unrolled they slow the loop
 
     def own(self, kernel: str) -> int:
         """Positions that a block owns: keys in the backward over keys, queries elsewhere."""
@@ -124,10 +124,12 @@ class Sm80Tile:
 #: TFLOP/s on one H200, NVRTC 13.0, bfloat16, 16,384 tokens, hidden size about 2048, seqlen 4096,
 #: full, 2026-11-29 and 30, the alternatives of a line in turn; a backward counts 2.5 times its
 #: forward, bwd_q 1.5 times (with the kernel that computes delta). Between lines the clock may have
-#: changed. What else was tried is in kernels_cu/TUNING.md.
+#: changed; the rows of fwd have theirs from one run, those beside them are older. What else was
+#: tried is in kernels_cu/TUNING.md.
 SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
     ("fwd", 32): (
-        Sm80Tile(128, 64, 32, 3, 236, held_steps=2),  # two blocks an SM 205, 128 x 128 231
+        # beside 234: two blocks an SM 205, 128 x 128 231
+        Sm80Tile(128, 64, 32, 3, 236, held_steps=2),
         Sm80Tile(64, 64, 16, 2, 206, held_steps=2),
         Sm80Tile(32, 32, 32, 16, 193),
     ),
@@ -137,22 +139,23 @@ SM80_TILES: dict[tuple[str, int], tuple[Sm80Tile, ...]] = {
         Sm80Tile(32, 32, 32, 12, 232, num_stages=1),
     ),
     ("fwd", 96): (
-        Sm80Tile(128, 64, 32, 2, 346),  # 128 x 96 347, two steps held 346
+        Sm80Tile(128, 64, 32, 2, 346),  # beside 352: 128 x 96 347, two steps held 346
         Sm80Tile(64, 64, 16, 3, 301, held_steps=6),
         Sm80Tile(32, 32, 16, 8, 231, num_stages=1, max_spill_bytes=128),
     ),
     ("fwd", 128): (
-        Sm80Tile(128, 64, 32, 2, 365, max_spill_bytes=128),  # with one stage 364
+        Sm80Tile(128, 64, 32, 2, 365, max_spill_bytes=128),  # beside 377: one stage 364
         Sm80Tile(64, 64, 16, 2, 303, held_steps=8),
         Sm80Tile(32, 32, 16, 8, 240, num_stages=1, max_spill_bytes=128),
     ),
     # Beside 128 x 64 in one block an SM: better at most lengths, and much so at short ones.
     ("fwd", 192): (
-        Sm80Tile(64, 64, 16, 2, 324, held_steps=12, num_stages=1),  # 8 steps 327, 128 x 64 320
+        # beside 334: 8 steps 327, 128 x 64 320
+        Sm80Tile(64, 64, 16, 2, 324, held_steps=12, num_stages=1),
         Sm80Tile(32, 32, 16, 6, 240, num_stages=1, max_spill_bytes=128),
     ),
     ("fwd", 256): (
-        # 128 x 64 331 beside 328; 128 x 128 332, and slower to seqlen 1024
+        # beside 328: 128 x 64 331; 128 x 128 332, but slower to seqlen 1024
         Sm80Tile(64, 64, 16, 2, 305, held_steps=8, num_stages=1, max_spill_bytes=128),
         Sm80Tile(32, 32, 16, 4, 253, num_stages=1),
     ),

@@ -107,7 +107,7 @@ struct Sm80Config {
   i32 warp_rows;      // of the tile that the thread block owns, for each warp
   i32 num_stages;     // tiles of K and V in shared memory, in a forward
   i32 held_steps;     // 16 dims each of q that stay in registers, in a forward
-  i32 rolled_copies;  // 1: those of the tiles that the thread block owns
+  i32 rolled_copies;  // 1: those of what the thread block owns, and of out
   i32 num_threads;    // of the thread block
   i32 smem_bytes;     // dynamic shared memory
   i32 wrt;            // gradients the kernel writes

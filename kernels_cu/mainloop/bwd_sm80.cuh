@@ -44,7 +44,6 @@ struct BackwardSm80 {
   using Operand = tile::LeftOperand<Scores::kRows / 2>;
   using Rows = tile::GlobalRows<const Element>;
   using Copy = PairCopy<kThreads, StreamTile, Element>;
-  static constexpr auto kOwnPasses = tile::Passes(C.rolled_copies);
   static constexpr int kSharedBytes = Layout::kBytes + Delta::kBytes;
 
   CUATTN_DEVICE static void run(const BwdParams& params, u32 shared) {
@@ -64,7 +63,7 @@ struct BackwardSm80 {
     const softmax::Log2Units units(params.softmax_scale);
 
     using OwnCopy = PairCopy<kThreads, OwnTile, Element>;
-    OwnCopy::template start_any<OwnCopy::kBoth, kOwnPasses>(
+    OwnCopy::template start_any<OwnCopy::kBoth, tile::Passes(C.rolled_copies)>(
         at.sK(), Rows(params.k, work.batch_idx, work.head_idx), shape.head_dim, at.sV(),
         Rows(params.v, work.batch_idx, work.head_idx), shape.head_dim_v, keys.begin,
         [&](int key) { return key < keys.end; });

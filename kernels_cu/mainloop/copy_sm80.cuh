@@ -46,9 +46,9 @@ struct PairCopy {
   CUATTN_DEVICE static void start_any(Tile a, Rows first, int first_cols, Tile b, Rows second,
                                       int second_cols, int row_begin, Wanted wanted) {
     if constexpr (kHow == tile::Passes::kUnrolled) {
-      if (kPart & kFirst) Copy::template start_any<kHow>(a, first, row_begin, first_cols, wanted);
-      if (kPart & kSecond)
-        Copy::template start_any<kHow>(b, second, row_begin, second_cols, wanted);
+      static_assert(kPart == kBoth);
+      Copy::template start_any<kHow>(a, first, row_begin, first_cols, wanted);
+      Copy::template start_any<kHow>(b, second, row_begin, second_cols, wanted);
       return;
     }
 #pragma unroll 1

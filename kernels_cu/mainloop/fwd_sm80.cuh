@@ -30,9 +30,8 @@ struct ForwardSm80 {
   using Operand = tile::LeftOperand<Scores::kRows / 2>;
   using Rows = tile::GlobalRows<const Element>;
   using Copy = PairCopy<kThreads, KeyTile, Element>;
-  // Two: the copies of a tile run beside the whole tile before. One, in half the shared memory:
-  // those of V run beside the scores, those of the next K beside the rest; the first tile's start
-  // together.
+  // Two: the copies of a tile run beside the whole tile before. One: those of V beside the scores,
+  // those of the next K beside the rest, in half the shared memory. Of the first tile both start.
   static constexpr int kStages = C.num_stages;
   static constexpr typename Copy::Part kNext = kStages == 1 ? Copy::kFirst : Copy::kBoth;
   static constexpr int kSharedBytes = QTile::kBytes + kStages * 2 * KeyTile::kBytes;
