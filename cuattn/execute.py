@@ -21,6 +21,7 @@ from cuattn.abi.template import Template
 from cuattn.cpu import tiled
 from cuattn.jit.cache import build
 from cuattn.jit.compile import CompileOptions, arch_for_device, debugging
+from cuattn.jit.graph import Graphs
 from cuattn.jit.launch import current_stream, load
 from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
@@ -69,13 +70,13 @@ class Executable:
             pass  # all of a plan side by side, before `load` asks for each
         # Held, for a launcher knows no more of its function than the address.
         self._kernels = [
-            load(unit, plan.device.arch, launch.kernel.smem_bytes)
+            (load(unit, plan.device.arch, launch.kernel.smem_bytes), launch.grid)
             for unit, launch in zip(units, plan.launches, strict=True)
         ]
-        self._launches = [
-            kernel.launcher(launch.grid)
-            for kernel, launch in zip(self._kernels, plan.launches, strict=True)
-        ]
+        self._launches = [kernel.launcher(grid) for kernel, grid in self._kernels]
+        # Nothing to save with one launch, and debugging waits for each.
+        several = len(self._kernels) > 1 and not debugging()
+        self._graphs = Graphs(self._kernels) if several else None
 
     def __call__(self, addresses: dict[str, int]) -> None:
         """Launch on CuPy's current stream; the device must be current.
@@ -90,7 +91,10 @@ class Executable:
             for name, offset in self._workspace:
                 addresses[name] = first + offset
         arguments = self._template.arguments(addresses)
-        stream, at = current_stream(self.device_id), arguments.buffer_info()[0]
+        stream = current_stream(self.device_id)
+        if self._graphs is not None and self._graphs.launch(stream, arguments):
+            return
+        at = arguments.buffer_info()[0]
         for launch in self._launches:
             launch(stream, at, 0)
 

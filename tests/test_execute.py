@@ -50,6 +50,7 @@ class FakeCupy:
             runtime=SimpleNamespace(
                 memGetInfo=lambda: self.met.append(threading.get_ident()),
                 streamSynchronize=self.waited.append,
+                streamIsCapturing=lambda stream: False,
             ),
             driver=SimpleNamespace(launchKernel=self.launch_kernel),
         )
