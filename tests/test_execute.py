@@ -18,6 +18,7 @@ from cuattn._arrays import LAYOUTS
 from cuattn.abi import structs
 from cuattn.abi.template import Template
 from cuattn.jit import launch
+from cuattn.jit.graph import Graphs
 from cuattn.jit.launch import Kernel
 from cuattn.planning.device import known_device
 from cuattn.planning.plan import parameters
@@ -213,6 +214,35 @@ def test_the_next_call_like_this_one_finds_its_executable(launched):
     asked = run("forward")
     assert execute.executable(asked, 0) is execute.executable(asked, 0)
     assert execute.executable(asked, 0) is not execute.executable(asked, 1)
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_what_a_graph_has_launched_is_not_launched_again(launched, monkeypatch, is_done):
+    given = []
+
+    def launch_graph(graphs, stream, arguments):
+        given.append((stream, pointers(structs.BwdParams, arguments.buffer_info()[0])))
+        return is_done
+
+    monkeypatch.setattr(Graphs, "launch", launch_graph)
+    run("backward")
+    ((stream, its),) = given
+    assert stream == STREAM
+    assert {name: its[name] for name in ("q", "dq", "lse")} == {
+        name: ARRAYS[name] for name in ("q", "dq", "lse")
+    }
+    assert len(launched) == (0 if is_done else 3)
+
+
+def test_one_launch_and_debugging_need_no_graph(launched, monkeypatch):
+    def launch_graph(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(Graphs, "launch", launch_graph)
+    run("forward")
+    monkeypatch.setenv("CUATTN_DEBUG", "1")
+    run("backward")
+    assert len(launched) == 1 + 3
 
 
 def test_executables_are_bounded(launched, monkeypatch):

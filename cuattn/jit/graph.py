@@ -1,8 +1,8 @@
-"""A plan's launches as one CUDA graph that every call fills anew.
+"""The launches of a plan as one CUDA graph, into which every call writes its arguments.
 
-The host fills the nodes' parameters and launches once, for less than half of what as many launches
-cost it, and the device goes from kernel to kernel sooner. Graph management of the CUDA driver API;
-CuPy has no call that changes the parameters of a node, so they are called by ctypes.
+It costs the host less than half of what the launches do, and the device pauses less between them
+(kernels_cu/TUNING.md). CuPy lacks the calls that are needed, so they go to the driver by ctypes:
+CUDA driver API, Graph Management.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache, partial
@@ -22,19 +23,24 @@ from cuattn.jit.launch import Kernel
 #: Calls on a stream before there is a graph for it: to make one takes the host 230 us, and a call
 #: takes 7 us less through it (H200, the three launches of a backward).
 _AFTER_CALLS = 32
-#: Graphs of a process: each takes 130 KB of the device, which a program of many shapes would fill.
+#: Graphs of a process, those made last: each takes 0.13 MB of the device.
 _MAX_GRAPHS = 128
 #: Streams of a plan whose calls are counted at a time, for streams come and go.
 _MAX_COUNTED = 64
 
+#: Handles that are no address: the legacy stream (0 is it too), and each thread's own.
+_LEGACY, _PER_THREAD = 1, 2
 _CAPTURE_MODE_RELAXED = 2
 
-_alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
-_lock = threading.Lock()
+#: A stream; with its thread where every thread has its own under the same handle.
+Key = int | tuple[int, int]
 
 
 class Graphs:
     """The graphs of a plan: one a stream, for two launches of the same graph never overlap.
+
+    A graph is a shortcut and nothing else: where the driver refuses one, or to launch it, the
+    caller launches kernel by kernel, and hears from that what is wrong, if more is.
 
     Parameters
     ----------
@@ -44,14 +50,13 @@ class Graphs:
 
     def __init__(self, launches: Sequence[tuple[Kernel, int]]) -> None:
         self._launches = launches
-        self._calls: dict[int, int] = {}
-        self._graphs: dict[int, _Graph] = {}
+        self._calls: dict[Key, int] = {}
+        self._graphs: dict[Key, _Graph] = {}
 
     def launch(self, stream: int, arguments: array[int]) -> bool:
         """Whether a graph did all launches on a stream of the current device; else nothing is done.
 
-        There is none for the first calls on a stream, for one that is captured, and where a process
-        has too many already.
+        None does for the first calls on a stream, nor for one that is captured.
 
         Parameters
         ----------
@@ -60,25 +65,45 @@ class Graphs:
         arguments : array of int
             What ``abi.template.Template.arguments`` returned.
         """
-        # 0 is the legacy stream, which cannot be captured: to ask it could invalidate a capture.
-        if stream and sys.modules["cupy"].cuda.runtime.streamIsCapturing(stream):
+        # The legacy stream cannot be captured, and to ask it is an error while another one is.
+        if stream > _LEGACY and sys.modules["cupy"].cuda.runtime.streamIsCapturing(stream):
             return False  # a capture takes kernels, not a graph that is ready to run
-        graph = self._graphs.get(stream) or self._after_calls(stream, arguments)
-        if graph is None:
+        key: Key = stream if stream != _PER_THREAD else (stream, threading.get_ident())
+        try:
+            graph = self._graphs.get(key) or self._after_calls(key, arguments)
+            if graph is None:
+                return False
+            graph.launch(stream, arguments)
+        except _RefusedError:
+            self._graphs.pop(key, None)
             return False
-        graph.launch(stream, arguments)
         return True
 
-    def _after_calls(self, stream: int, arguments: array[int]) -> _Graph | None:
+    def _after_calls(self, key: Key, arguments: array[int]) -> _Graph | None:
         with _lock:
-            if stream not in self._graphs:
-                if len(self._calls) >= _MAX_COUNTED:
-                    self._calls.clear()
-                calls = self._calls[stream] = self._calls.get(stream, 0) + 1
-                if calls <= _AFTER_CALLS or len(_alive) >= _MAX_GRAPHS:
-                    return None
-                self._graphs[stream] = _Graph(self._launches, arguments)
-            return self._graphs[stream]
+            if key in self._graphs:
+                return self._graphs[key]
+            if key not in self._calls and len(self._calls) >= _MAX_COUNTED:
+                self._calls.clear()
+            calls = self._calls[key] = self._calls.get(key, 0) + 1
+            if calls <= _AFTER_CALLS:
+                return None
+            del self._calls[key]
+        graph = _Graph(self._launches, arguments)
+        with _lock:
+            self._graphs[key] = graph
+            _made.append((weakref.ref(self), key))
+            if len(_made) > _MAX_GRAPHS:
+                oldest, its_key = _made.popleft()
+                owner = oldest()
+                if owner is not None:
+                    owner._graphs.pop(its_key, None)
+        return graph
+
+
+#: Whose graph on which stream, the oldest first; some of them may be gone.
+_made: deque[tuple[Callable[[], Graphs | None], Key]] = deque()
+_lock = threading.Lock()
 
 
 class _Graph:
@@ -88,9 +113,10 @@ class _Graph:
         driver = _driver()
         graph, executable = c_void_p(), c_void_p()
         _check(driver.cuGraphCreate(byref(graph), 0))
+        # What waits on the device or runs is freed by the driver when it has ended.
+        weakref.finalize(self, _destroy, driver, graph, executable).atexit = False
         self._argument = c_void_p(arguments[0])
-        nodes = []
-        before = None
+        nodes: list[tuple[c_void_p, _NodeParams]] = []
         for kernel, grid in launches:
             params, node = _NodeParams(), c_void_p()
             params.func = kernel.function.ptr
@@ -98,20 +124,11 @@ class _Graph:
             params.block = kernel.block
             params.smem_bytes = kernel.smem_bytes
             params.arguments = ctypes.addressof(self._argument)
-            _check(
-                driver.cuGraphAddKernelNode_v2(
-                    byref(node),
-                    graph,
-                    None if before is None else byref(before),
-                    0 if before is None else 1,
-                    byref(params),
-                )
-            )
+            before = (byref(nodes[-1][0]), 1) if nodes else (None, 0)
+            _check(driver.cuGraphAddKernelNode_v2(byref(node), graph, *before, byref(params)))
             nodes.append((node, params))
-            before = node
         with _relaxed(driver):
             _check(driver.cuGraphInstantiateWithFlags(byref(executable), graph, 0))
-        # Params are read again at every fill.
         self._fills: list[Callable[[], int]] = [
             partial(driver.cuGraphExecKernelNodeSetParams_v2, executable, node, byref(params))
             for node, params in nodes
@@ -119,9 +136,6 @@ class _Graph:
         self._launch: Callable[[int], int] = partial(driver.cuGraphLaunch, executable)
         # invariant: from filling to launching is one step, or a call runs with another's arrays
         self._lock = threading.Lock()
-        _alive.add(self)
-        # A graph that waits on the device or runs is freed by the driver when it has ended.
-        weakref.finalize(self, _destroy, driver, graph, executable).atexit = False
 
     def launch(self, stream: int, arguments: array[int]) -> None:
         """Launch all kernels with these arguments, which are copied before this returns."""
@@ -154,37 +168,43 @@ class _NodeParams(ctypes.Structure):
 def _driver() -> ctypes.CDLL:
     """The CUDA driver, which CuPy has loaded."""
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    handle, handles = c_void_p, POINTER(c_void_p)
+    handle, handles, params = c_void_p, POINTER(c_void_p), POINTER(_NodeParams)
     for name, types in (
         ("cuGraphCreate", (handles, c_uint)),
-        ("cuGraphAddKernelNode_v2", (handles, handle, handles, c_size_t, POINTER(_NodeParams))),
+        ("cuGraphAddKernelNode_v2", (handles, handle, handles, c_size_t, params)),
         ("cuGraphInstantiateWithFlags", (handles, handle, c_ulonglong)),
-        ("cuThreadExchangeStreamCaptureMode", (POINTER(c_int),)),
-        ("cuGraphExecKernelNodeSetParams_v2", (handle, handle, POINTER(_NodeParams))),
+        ("cuGraphExecKernelNodeSetParams_v2", (handle, handle, params)),
         ("cuGraphLaunch", (handle, handle)),
         ("cuGraphExecDestroy", (handle,)),
         ("cuGraphDestroy", (handle,)),
+        ("cuThreadExchangeStreamCaptureMode", (POINTER(c_int),)),
     ):
         getattr(driver, name).argtypes = types
     return driver
 
 
-@contextlib.contextmanager
-def _relaxed(driver: ctypes.CDLL) -> Iterator[None]:
-    """Let this thread do what a capture elsewhere, in a strict mode, would be invalidated by."""
-    mode = c_int(_CAPTURE_MODE_RELAXED)
-    _check(driver.cuThreadExchangeStreamCaptureMode(byref(mode)))
-    try:
-        yield
-    finally:
-        _check(driver.cuThreadExchangeStreamCaptureMode(byref(mode)))
+class _RefusedError(Exception):
+    """The driver does not do it; its status says why."""
 
 
 def _check(status: int) -> None:
     if status:
-        raise sys.modules["cupy"].cuda.driver.CUDADriverError(status)
+        raise _RefusedError(status)
+
+
+@contextlib.contextmanager
+def _relaxed(driver: ctypes.CDLL) -> Iterator[None]:
+    """Let this thread do what would invalidate a capture in a strict mode elsewhere."""
+    mode = c_int(_CAPTURE_MODE_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(byref(mode))
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(byref(mode))
 
 
 def _destroy(driver: ctypes.CDLL, graph: c_void_p, executable: c_void_p) -> None:
-    driver.cuGraphExecDestroy(executable)
-    driver.cuGraphDestroy(graph)
+    with _relaxed(driver):
+        if executable:
+            driver.cuGraphExecDestroy(executable)
+        driver.cuGraphDestroy(graph)
