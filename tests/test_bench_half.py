@@ -16,6 +16,7 @@ from host_cupy import POOL_BYTES, HostArray, HostCupy
 from cuattn.bench import half, half_formula, peers, plot, timing, workloads
 from cuattn.bench.peers import LackError, Ours, Peer
 from cuattn.bench.workloads import Workload
+from cuattn.jit.graph import AFTER_CALLS
 from cuattn.planning.problem import Band
 
 TINY = Workload("grid", 2, 24, 24, 2, 16, "causal", "bfloat16")
@@ -320,6 +321,23 @@ def test_a_ratio_is_of_a_peers_time_to_that_of_cuattn(monkeypatch):
     assert (own["seconds"], its["seconds"]) == (0.2, 0.3)
     assert its["ratio_to_cuattn"] == pytest.approx(1.5)
     assert own["tflops"] == pytest.approx(4 * 8**3 / 0.2 / 1e12)
+
+
+def test_cuattn_is_timed_as_it_is_launched_when_repeated(monkeypatch):
+    calls, before = [], []
+
+    def counted(workload, arrays):
+        runner = ours(workload, arrays)
+        return SimpleNamespace(forward=lambda: calls.append(1) or runner.forward())
+
+    def count(*_, **__):
+        before.append(len(calls))
+        return [[1.0]]
+
+    monkeypatch.setattr(half, "rounds", count)
+    cell = Workload("grid", 1, 8, 8, 1, 8, "full", "float16", ("forward",))
+    list(half.measure_speed(HostCupy(), cell, [host_peer("cuattn", counted)]))
+    assert before[0] > AFTER_CALLS
 
 
 def test_a_peer_that_gives_nan_is_left_out():

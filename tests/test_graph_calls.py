@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Make a graph at the second call of a stream."""
-    monkeypatch.setattr(graph, "_AFTER_CALLS", 1)
+    monkeypatch.setattr(graph, "AFTER_CALLS", 1)
 
 
 class Case:
@@ -130,6 +130,7 @@ def test_a_call_is_captured_where_a_graph_was_launched(engine):
         for _ in range(3):
             case.enqueue(0)
         stream.synchronize()
+        assert streams_with_graphs() == [stream.ptr]
         stream.begin_capture()
         results = case.enqueue(1)
         captured = stream.end_capture()

@@ -139,7 +139,7 @@ def driver(monkeypatch):
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(**fake.functions))
-    monkeypatch.setattr(graph, "_AFTER_CALLS", 1)
+    monkeypatch.setattr(graph, "AFTER_CALLS", 1)
     monkeypatch.setattr(graph, "_made", collections.deque())
     graph._driver.cache_clear()
     yield fake
@@ -160,7 +160,7 @@ def test_a_graph_has_the_kernels_in_order_and_every_call_fills_them(driver):
 
 
 def test_a_graph_waits_for_as_many_calls_as_pay_for_it(driver, monkeypatch):
-    monkeypatch.setattr(graph, "_AFTER_CALLS", 3)
+    monkeypatch.setattr(graph, "AFTER_CALLS", 3)
     calls = (STREAM, OTHER, STREAM, STREAM, OTHER, STREAM, STREAM)
     assert launch(graph.Graphs(KERNELS), *calls) == [False] * 5 + [True] * 2
 
@@ -211,7 +211,7 @@ def test_the_graphs_of_a_process_are_those_made_last(driver, monkeypatch):
 
 def test_calls_are_counted_of_so_many_streams_and_not_more(driver, monkeypatch):
     monkeypatch.setattr(graph, "_MAX_COUNTED", 3)
-    monkeypatch.setattr(graph, "_AFTER_CALLS", 2)
+    monkeypatch.setattr(graph, "AFTER_CALLS", 2)
     graphs = graph.Graphs(KERNELS)
     assert launch(graphs, *(STREAM, OTHER, 0) * 3) == [False] * 6 + [True] * 3
     for stream in range(STREAM + 1, STREAM + 20):

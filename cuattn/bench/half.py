@@ -20,8 +20,9 @@ from cuattn._typing import Array
 from cuattn.bench import plot, report, workloads
 from cuattn.bench.memory import release
 from cuattn.bench.peers import TITLES, LackError, Peer, Runner, find, reason
-from cuattn.bench.timing import REPEATS, WARMUPS, rounds
+from cuattn.bench.timing import REPEATS, rounds
 from cuattn.bench.workloads import Workload, cupy_with_device, normal_on_device
+from cuattn.jit.graph import AFTER_CALLS
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -29,9 +30,6 @@ PARTS = ("grid", "alone", "few-queries", "long")
 #: A peer whose result is further from cuattn's, as a part of its largest element, computes
 #: something else. Roundings of 16 bit stay far below.
 DIFFERENCE = 0.1
-#: Calls beforehand where a call is so short that it shows how it is launched: enough of them for a
-#: graph (``jit.graph``), as in a program that repeats it.
-WARMUPS_ALONE = 40
 
 
 def measure_speed(
@@ -53,8 +51,9 @@ def measure_speed(
             else:
                 calls[peer.name] = call
         del ours, expected
-        warmups = WARMUPS_ALONE if workload.name == "alone" else WARMUPS
-        all_seconds = rounds(*calls.values(), cupy=cupy, repeats=repeats, warmups=warmups)
+        for _ in range(AFTER_CALLS):
+            calls["cuattn"]()  # so that a burst is of calls as they are launched when repeated
+        all_seconds = rounds(*calls.values(), cupy=cupy, repeats=repeats)
         flops, own = workload.flops(name), statistics.median(all_seconds[0])
         for title, seconds in zip(calls, all_seconds, strict=True):
             median = statistics.median(seconds)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Calls between two events, bursts that the median is taken of, and calls beforehand.
-CALLS, REPEATS, WARMUPS = 10, 7, 2
+#: Calls between two events, and bursts that the median is taken of.
+CALLS, REPEATS = 10, 7
 
 
 def rounds(
@@ -16,7 +16,7 @@ def rounds(
     cupy: Any = None,
     calls: int = CALLS,
     repeats: int = REPEATS,
-    warmups: int = WARMUPS,
+    warmups: int = 2,
     between: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
     """Seconds of one call of each function, round by round; every round asks all of them once.

@@ -22,7 +22,7 @@ from cuattn.jit.launch import Kernel
 
 #: Calls on a stream before there is a graph for it: to make one takes the host 230 us, and a call
 #: takes 7 us less through it (H200, the three launches of a backward).
-_AFTER_CALLS = 32
+AFTER_CALLS = 32
 #: Graphs of a process, those made last: each takes 0.13 MB of the device.
 _MAX_GRAPHS = 128
 #: Streams of a plan whose calls are counted at a time, for streams come and go.
@@ -86,7 +86,7 @@ class Graphs:
             if key not in self._calls and len(self._calls) >= _MAX_COUNTED:
                 self._calls.clear()
             calls = self._calls[key] = self._calls.get(key, 0) + 1
-            if calls <= _AFTER_CALLS:
+            if calls <= AFTER_CALLS:
                 return None
             del self._calls[key]
         graph = _Graph(self._launches, arguments)
