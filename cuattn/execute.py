@@ -21,8 +21,8 @@ from cuattn.abi.template import Template
 from cuattn.cpu import tiled
 from cuattn.jit.cache import build
 from cuattn.jit.compile import CompileOptions, arch_for_device, debugging
-from cuattn.jit.graph import Graphs
 from cuattn.jit.launch import current_stream, load
+from cuattn.jit.replay import Replay
 from cuattn.jit.source import Unit, make_unit
 from cuattn.planning.device import Device
 from cuattn.planning.plan import ITEMSIZE, KernelSpec, Plan, parameters
@@ -76,7 +76,7 @@ class Executable:
         self._launches = [kernel.launcher(grid) for kernel, grid in self._kernels]
         # Nothing to save with one launch, and debugging waits for each.
         several = len(self._kernels) > 1 and not debugging()
-        self._graphs = Graphs(self._kernels) if several else None
+        self._replay = Replay(self._kernels) if several else None
 
     def __call__(self, addresses: dict[str, int]) -> None:
         """Launch on CuPy's current stream; the device must be current.
@@ -92,7 +92,7 @@ class Executable:
                 addresses[name] = first + offset
         arguments = self._template.arguments(addresses)
         stream = current_stream(self.device_id)
-        if self._graphs is not None and self._graphs.launch(stream, arguments):
+        if self._replay is not None and self._replay.launch(stream, arguments):
             return
         at = arguments.buffer_info()[0]
         for launch in self._launches:
@@ -107,23 +107,24 @@ def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
     return list(zip(names, begins, strict=True)), end
 
 
-# By the identity of a problem, which the executable keeps alive: hashing one costs as much as all
-# else that is looked up. Equal problems that are two objects have two executables.
-_executables: dict[int, Executable] = {}
+# By the identity of a problem, which the executable's plan keeps alive, and the device: hashing a
+# problem costs as much as all else that is looked up. Equal problems that are two objects have two.
+_executables: dict[tuple[int, int], Executable] = {}
 _lock = threading.Lock()
 _MAX_EXECUTABLES = 4096
 
 
 def executable(problem: AttentionProblem, device_id: int) -> Executable:
     """The executable of a problem on the current device, kept for the next call like this one."""
-    found = _executables.get(id(problem))
-    if found is None or found.plan.problem is not problem or found.device_id != device_id:
-        found = Executable(plan_for(problem, cuda_device(device_id)), device_id)
+    key = id(problem), device_id
+    found = _executables.get(key)
+    if found is None:
+        made = Executable(plan_for(problem, cuda_device(device_id)), device_id)
         with _lock:
-            if len(_executables) >= _MAX_EXECUTABLES:
+            found = _executables.setdefault(key, made)  # unless another thread was first
+            if len(_executables) > _MAX_EXECUTABLES:
                 # why the oldest: a dict keeps the order of insertion; kernels stay loaded in jit
                 del _executables[next(iter(_executables))]
-            _executables[id(problem)] = found
     return found
 
 

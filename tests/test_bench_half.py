@@ -16,7 +16,7 @@ from host_cupy import POOL_BYTES, HostArray, HostCupy
 from cuattn.bench import half, half_formula, peers, plot, timing, workloads
 from cuattn.bench.peers import LackError, Ours, Peer
 from cuattn.bench.workloads import Workload
-from cuattn.jit.graph import AFTER_CALLS
+from cuattn.jit.replay import AFTER_CALLS
 from cuattn.planning.problem import Band
 
 TINY = Workload("grid", 2, 24, 24, 2, 16, "causal", "bfloat16")

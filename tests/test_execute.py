@@ -18,8 +18,8 @@ from cuattn._arrays import LAYOUTS
 from cuattn.abi import structs
 from cuattn.abi.template import Template
 from cuattn.jit import launch
-from cuattn.jit.graph import Graphs
 from cuattn.jit.launch import Kernel
+from cuattn.jit.replay import Replay
 from cuattn.planning.device import known_device
 from cuattn.planning.plan import parameters
 from cuattn.planning.select import plan_for
@@ -216,6 +216,28 @@ def test_the_next_call_like_this_one_finds_its_executable(launched):
     assert execute.executable(asked, 0) is not execute.executable(asked, 1)
 
 
+def test_threads_that_come_first_together_get_one_executable(launched, monkeypatch):
+    asked, both = record.problem("forward", "float32"), threading.Barrier(2)
+
+    def plan_together(problem, device):
+        both.wait(timeout=60)
+        return plan_for(problem, device)
+
+    monkeypatch.setattr(execute, "plan_for", plan_together)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(execute.executable(asked, 0)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert found[0] is found[1] is execute.executable(asked, 0)
+    assert found[0].plan.problem is asked  # so that no other object has its identity
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 def test_what_a_graph_has_launched_is_not_launched_again(launched, monkeypatch, is_done):
     given = []
@@ -224,7 +246,7 @@ def test_what_a_graph_has_launched_is_not_launched_again(launched, monkeypatch, 
         given.append((stream, pointers(structs.BwdParams, arguments.buffer_info()[0])))
         return is_done
 
-    monkeypatch.setattr(Graphs, "launch", launch_graph)
+    monkeypatch.setattr(Replay, "launch", launch_graph)
     run("backward")
     ((stream, its),) = given
     assert stream == STREAM
@@ -238,7 +260,7 @@ def test_one_launch_and_debugging_need_no_graph(launched, monkeypatch):
     def launch_graph(*_):
         raise AssertionError
 
-    monkeypatch.setattr(Graphs, "launch", launch_graph)
+    monkeypatch.setattr(Replay, "launch", launch_graph)
     run("forward")
     monkeypatch.setenv("CUATTN_DEBUG", "1")
     run("backward")

@@ -2,6 +2,7 @@
 
 import collections
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from calls import draw, same_bits
 
 import cuattn
 from cuattn import execute
-from cuattn.jit import graph
+from cuattn.jit import graph, replay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,9 +19,16 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """Make a graph at the second call of a stream."""
-    monkeypatch.setattr(graph, "AFTER_CALLS", 1)
+def soon_and_with_memory_where_it_was(monkeypatch):
+    """Make a graph at every second call that may; addresses from a pool without a past."""
+    import cupy
+
+    monkeypatch.setattr(replay, "AFTER_CALLS", 1)
+    monkeypatch.setattr(replay, "_made", [])
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)
+    yield
+    cupy.cuda.set_allocator(before)
 
 
 class Case:
@@ -37,14 +45,27 @@ class Case:
             cuattn.attention_forward(*each[:3], deterministic=True)[1] for each in self.arrays
         ]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graph.Graphs, "launch", lambda *_: False)
-            self.expected = [self.on_host(self.enqueue(i)) for i in range(count)]
+            patch.setattr(replay.Replay, "launch", lambda *_: False)
+            self.expected = [self.on_host(self.gradients(i)) for i in range(count)]
         cupy.cuda.Device().synchronize()
         execute.forget()
 
-    def enqueue(self, i):
+    def gradients(self, i):
         gradients = cuattn.attention_backward(self.res[i], self.arrays[i][3])
         return gradients.dq, gradients.dk, gradients.dv
+
+    def places(self, *problems):
+        """Arrays to keep gradients of these problems in: those a call makes give their memory back,
+        so that the next has the same addresses."""
+        import cupy
+
+        return [(i, [cupy.zeros_like(each) for each in self.arrays[i][:3]]) for i in problems]
+
+    def run(self, places):
+        import cupy
+
+        for i, kept in places:
+            list(map(cupy.copyto, kept, self.gradients(i)))
 
     @staticmethod
     def on_host(results):
@@ -52,17 +73,23 @@ class Case:
 
         return [cupy.asnumpy(each) for each in results]
 
-    def is_right(self, i, results):
-        return all(map(same_bits, self.expected[i], self.on_host(results)))
+    def are_right(self, places):
+        return all(all(map(same_bits, self.expected[i], self.on_host(kept))) for i, kept in places)
 
 
-def streams_with_graphs():
-    """Of the one executable that there is."""
+def graphs():
+    """Of the one executable that there is, by stream and thread and by arguments."""
     (found,) = [
         each for each in execute._executables.values() if each.plan.problem.op == "backward"
     ]
     assert len(found.plan.launches) == 3
-    return list(found._graphs._graphs)
+    streams = found._replay._streams.items()
+    return {(key, held): each for key, its in streams for held, each in its.graphs.items()}
+
+
+def graphs_of_streams():
+    """How many each stream has that has any."""
+    return collections.Counter(stream for stream, _ in graphs())
 
 
 def test_calls_one_after_another_get_the_bits_of_their_own_arrays(engine):
@@ -75,51 +102,95 @@ def test_calls_one_after_another_get_the_bits_of_their_own_arrays(engine):
         cupy.cuda.Stream(non_blocking=True),
     ):
         with stream:
-            results = [(i, case.enqueue(i)) for _ in range(5) for i in range(len(case.arrays))]
-            assert all(case.is_right(i, its) for i, its in results)
-    assert len(streams_with_graphs()) == 3
+            places = case.places(*[0, 1, 2, 3] * 5)
+            case.run(places)
+            assert case.are_right(places)
+    assert list(graphs_of_streams().values()) == [4] * 3
+
+
+def test_arrays_that_are_elsewhere_at_every_call_get_their_own_bits(engine):
+    case = Case(engine)
+    places = [(i, case.gradients(i)) for i in (0, 1) * 5]  # kept, so the next are not there
+    assert case.are_right(places)
+    assert list(graphs_of_streams().values()) == [1]
 
 
 def test_threads_that_share_a_stream_get_the_bits_of_their_own_arrays(engine):
     import cupy
 
     case, stream = Case(engine), cupy.cuda.Stream(non_blocking=True)
-    results = [[] for _ in case.arrays]
-    start = threading.Barrier(len(results))
+    places = [case.places(*[i] * 20) for i in range(4)]
+    cupy.cuda.Device().synchronize()
+    start = threading.Barrier(len(places))
 
-    def run(i):
+    def run(its):
         with cupy.cuda.Device(0), stream:
             start.wait(timeout=60)
-            results[i] += [case.enqueue(i) for _ in range(20)]
+            case.run(its)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(results))]
+    threads = [threading.Thread(target=run, args=(its,)) for its in places]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
     stream.synchronize()
-    for i, its in enumerate(results):
-        assert len(its) == 20
-        assert all(case.is_right(i, each) for each in its)
-    assert streams_with_graphs() == [stream.ptr]
+    assert all(map(case.are_right, places))
+    assert list(graphs_of_streams()) == [stream.ptr]
+
+
+def test_threads_on_the_per_thread_stream_do_not_wait_for_each_other(engine):
+    """Their streams have one handle, and are two."""
+    import cupy
+
+    case, gate, is_held_up = Case(engine), threading.Event(), threading.Event()
+    places = [case.places(0, 0, 0), case.places(1, 1, 1)]
+    cupy.cuda.Device().synchronize()
+
+    def first():
+        with cupy.cuda.Device(0), cupy.cuda.Stream.ptds as stream:
+            case.run(places[0])
+            stream.synchronize()
+            stream.launch_host_func(lambda _: gate.wait(60), None)
+            case.run(places[0])
+            is_held_up.set()
+            stream.synchronize()
+
+    def second():
+        with cupy.cuda.Device(0), cupy.cuda.Stream.ptds as stream:
+            case.run(places[1])
+            stream.synchronize()
+            is_held_up.wait(60)
+            case.run(places[1])
+            stream.synchronize()
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(timeout=30)
+    alive = [thread.is_alive() for thread in threads]
+    gate.set()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert alive == [True, False]
+    assert all(map(case.are_right, places))
+    assert len(graphs_of_streams()) == 2
 
 
 def test_streams_run_side_by_side_and_no_more_than_may_have_graphs(engine, monkeypatch):
     import cupy
 
     case = Case(engine)
-    monkeypatch.setattr(graph, "_made", collections.deque())
-    monkeypatch.setattr(graph, "_MAX_GRAPHS", 3)
+    monkeypatch.setattr(replay, "_MAX_GRAPHS", 3)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(5)]
-    results = []
-    for _ in range(3):
-        for place, stream in enumerate(streams):
-            i = place % len(case.arrays)
-            with stream:
-                results.append((i, case.enqueue(i)))
+    places = [case.places(*[place % 4] * 3) for place in range(len(streams))]
     cupy.cuda.Device().synchronize()
-    assert all(case.is_right(i, its) for i, its in results)
-    assert len(streams_with_graphs()) == 3
+    for calls in zip(*places, strict=True):
+        for stream, call in zip(streams, calls, strict=True):
+            with stream:
+                case.run([call])
+    cupy.cuda.Device().synchronize()
+    assert all(map(case.are_right, places))
+    assert list(graphs_of_streams().values()) == [1] * 3
 
 
 def test_a_call_is_captured_where_a_graph_was_launched(engine):
@@ -127,19 +198,21 @@ def test_a_call_is_captured_where_a_graph_was_launched(engine):
 
     case, stream = Case(engine), cupy.cuda.Stream(non_blocking=True)
     with stream:
-        for _ in range(3):
-            case.enqueue(0)
+        case.run(case.places(0, 0, 0))
         stream.synchronize()
-        assert streams_with_graphs() == [stream.ptr]
+        assert graphs_of_streams() == {stream.ptr: 1}
+        places = case.places(0)
         stream.begin_capture()
-        results = case.enqueue(1)
+        case.run(places)
         captured = stream.end_capture()
         for _ in range(2):
-            for each in results:
+            for each in places[0][1]:
                 each[...] = 0
             captured.launch(stream)
-            assert case.is_right(1, results)
-        assert case.is_right(0, case.enqueue(0))
+            assert case.are_right(places)
+        places = case.places(0)
+        case.run(places)
+        assert case.are_right(places)
 
 
 def test_a_graph_is_made_and_launched_while_another_stream_is_captured(engine):
@@ -147,19 +220,54 @@ def test_a_graph_is_made_and_launched_while_another_stream_is_captured(engine):
     import cupy
 
     case, captured = Case(engine), cupy.cuda.Stream(non_blocking=True)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        case.enqueue(0)  # so that kernels are there
-        cupy.cuda.alloc(1 << 28)  # and memory, in the pool of this stream
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        places = case.places(1, 1, 1)
+        case.run(case.places(0))  # so that kernels are there, and memory in the stream's pool
     captured.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeGlobal)
     try:
         with stream:
-            results = [(i, case.enqueue(i)) for i in (0, 1, 0, 1)]
+            case.run(places)
     finally:
         captured.end_capture()
     stream.synchronize()
-    assert all(case.is_right(i, its) for i, its in results)
-    assert streams_with_graphs() == [stream.ptr]
+    assert case.are_right(places)
+    assert graphs_of_streams() == {stream.ptr: 1}
+
+
+def test_a_graph_is_dropped_while_another_stream_is_captured(engine):
+    import cupy
+
+    case, captured = Case(engine), cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        case.run(case.places(0, 0, 0))
+        stream.synchronize()
+    (its_graph,) = map(weakref.ref, graphs().values())
+    captured.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeGlobal)
+    try:
+        execute.forget()
+    finally:
+        captured.end_capture()
+    assert its_graph() is None
+
+
+def test_a_graph_is_dropped_in_a_thread_that_has_met_no_device(engine, monkeypatch):
+    import cupy
+
+    case, statuses, driver = Case(engine), [], graph._driver()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        case.run(case.places(0, 0, 0))
+        stream.synchronize()
+    assert len(graphs()) == 1
+
+    def recording(function):
+        return lambda handle: statuses.append(function(handle))
+
+    for name in ("cuGraphExecDestroy", "cuGraphDestroy"):
+        monkeypatch.setattr(driver, name, recording(getattr(driver, name)))
+    thread = threading.Thread(target=execute.forget)
+    thread.start()
+    thread.join(timeout=60)
+    assert statuses == [0, 0]
 
 
 def test_a_graph_may_be_dropped_while_it_waits_on_the_device(engine):
@@ -168,19 +276,21 @@ def test_a_graph_may_be_dropped_while_it_waits_on_the_device(engine):
     case, gate = Case(engine), threading.Event()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        for _ in range(2):
-            case.enqueue(0)
-        case.enqueue(1)
+        case.run(case.places(0, 0, 0))
+        places = case.places(0, 0)
         stream.synchronize()
-        assert streams_with_graphs()
+        (its_graph,) = map(weakref.ref, graphs().values())
         stream.launch_host_func(lambda _: gate.wait(60), None)
-        results = [case.enqueue(i) for i in (0, 1)]
+        case.run(places)
+        was_launched = list(graphs().values()) == [its_graph()]
         execute.forget()
         was_held_up = not stream.done
         gate.set()
         stream.synchronize()
+    assert was_launched
     assert was_held_up
-    assert all(case.is_right(i, its) for i, its in enumerate(results))
+    assert its_graph() is None
+    assert case.are_right(places)
 
 
 def test_a_split_forward_is_a_graph_where_it_is_two_launches(engine):
@@ -193,7 +303,7 @@ def test_a_split_forward_is_a_graph_where_it_is_two_launches(engine):
     (found,) = execute._executables.values()
     if engine.name == "sm80":
         assert len(found.plan.launches) == 2
-        assert len(found._graphs._graphs) == 1
+        assert any(its.graphs for its in found._replay._streams.values())
     first, second = results[:2]
     assert not same_bits(first, second)
     assert np.isfinite(results[0].astype(np.float32)).all()

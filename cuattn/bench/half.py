@@ -22,7 +22,7 @@ from cuattn.bench.memory import release
 from cuattn.bench.peers import TITLES, LackError, Peer, Runner, find, reason
 from cuattn.bench.timing import REPEATS, rounds
 from cuattn.bench.workloads import Workload, cupy_with_device, normal_on_device
-from cuattn.jit.graph import AFTER_CALLS
+from cuattn.jit.replay import AFTER_CALLS
 
 T = TypeVar("T")
 Row = dict[str, Any]

@@ -1,17 +1,19 @@
 """Host time of a repeated call: ``python -m cuattn.bench.host_time [--json PATH]``.
 
 Microseconds a call, without waiting for the device inside a burst: the least of many bursts, for
-whatever else the machine does can only add to it, and for the total the median too. The parts come
-from leaving work out: without the engine (nothing is launched), and the allocations alone; what is
-left of the first is the launch (with the workspace of a backward), of the second cuattn's own
-Python. Beside them stands what the device needs, from replays of a graph of calls: where that is
-more, the host is ahead and its time does not show. Where there is no device, NumPy arrays without
-an engine show the Python part.
+whatever else the machine does can only add to it, and for the total the median too. A total is of
+calls with the same arrays, "in turn" of calls with two sets of them, as the layers of a model have.
+The parts come from leaving work out: without the engine (nothing is launched), and the allocations
+alone; what is left of the first is the launch (with the workspace of a backward), of the second
+cuattn's own Python. Beside them stands what the device needs, from replays of a graph of calls:
+where that is more, the host is ahead and its time does not show. Where there is no device, NumPy
+arrays without an engine show the Python part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -58,11 +60,9 @@ def _device_microseconds(xp: Any, function: Callable[[], object]) -> float:
     return 1e6 * min(seconds) / (CALLS // 10)
 
 
-def measure(xp: Any, dtype: str, shape: tuple[int, ...] = SHAPES[0]) -> list[dict[str, Any]]:
-    """One row for the forward, one for the backward, one for both."""
-    q, k, v, dout = normal(xp, 4, shape, dtype)
-    device = None if xp is np else q.device.id
-    out, res = cuattn.attention_forward(q, k, v)
+def _calls(q: Any, k: Any, v: Any, dout: Any) -> dict[str, Callable[[], None]]:
+    """What is timed, on these arrays."""
+    _, res = cuattn.attention_forward(q, k, v)
 
     def forward() -> None:
         cuattn.attention(q, k, v)
@@ -74,6 +74,21 @@ def measure(xp: Any, dtype: str, shape: tuple[int, ...] = SHAPES[0]) -> list[dic
         _, its = cuattn.attention_forward(q, k, v)
         cuattn.attention_backward(its, dout)
 
+    return {"forward": forward, "backward": backward, "forward+backward": both}
+
+
+def _in_turn(*functions: Callable[[], None]) -> Callable[[], None]:
+    turn = itertools.cycle(functions)
+    return lambda: next(turn)()
+
+
+def measure(xp: Any, dtype: str, shape: tuple[int, ...] = SHAPES[0]) -> list[dict[str, Any]]:
+    """One row for the forward, one for the backward, one for both."""
+    q, k, v, dout = normal(xp, 4, shape, dtype)
+    device = None if xp is np else q.device.id
+    out, res = cuattn.attention_forward(q, k, v)
+    calls, others = _calls(q, k, v, dout), _calls(*normal(xp, 4, shape, dtype))
+
     def new(*arrays: Any) -> NewArrays:
         return NewArrays.of(device, *((array.shape, array.dtype) for array in arrays))
 
@@ -84,11 +99,9 @@ def measure(xp: Any, dtype: str, shape: tuple[int, ...] = SHAPES[0]) -> list[dic
         new_backward()
 
     rows = []
-    for name, call, allocate in (
-        ("forward", forward, new(out)),
-        ("backward", backward, new_backward),
-        ("forward+backward", both, new_both),
-    ):
+    allocations: tuple[Callable[[], object], ...] = new(out), new_backward, new_both
+    for name, allocate in zip(calls, allocations, strict=True):
+        call = calls[name]
         with no_engine():
             without, _ = _microseconds(xp, call)
         allocation, _ = _microseconds(xp, allocate)
@@ -96,6 +109,7 @@ def measure(xp: Any, dtype: str, shape: tuple[int, ...] = SHAPES[0]) -> list[dic
         row |= {"allocation": allocation, "own": without - allocation}
         if xp is not np:
             row["total"], row["median"] = _microseconds(xp, call)
+            row["in turn"], row["its median"] = _microseconds(xp, _in_turn(call, others[name]))
             row["launch"] = row["total"] - without
             row["device"] = _device_microseconds(xp, call)
         rows.append(row)
