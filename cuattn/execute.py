@@ -110,7 +110,7 @@ def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
 # By the identity of a problem, which the executable's plan keeps alive, and the device: hashing a
 # problem costs as much as all else that is looked up. Equal problems that are two objects have two.
 _executables: dict[tuple[int, int], Executable] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may call in
 _MAX_EXECUTABLES = 4096
 
 

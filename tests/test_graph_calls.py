@@ -176,7 +176,7 @@ def test_threads_on_the_per_thread_stream_do_not_wait_for_each_other(engine):
     assert len(graphs_of_streams()) == 2
 
 
-def test_streams_run_side_by_side_and_no_more_than_may_have_graphs(engine, monkeypatch):
+def test_no_more_streams_have_graphs_than_may(engine, monkeypatch):
     import cupy
 
     case = Case(engine)

@@ -1,8 +1,8 @@
 """The launches of a plan as one CUDA graph, which holds the arguments of a call.
 
-It costs the host a third of what the launches do, and the device pauses less between them
-(kernels_cu/TUNING.md). CuPy lacks the calls that are needed, so they go to the driver by ctypes:
-CUDA driver API, Graph Management.
+Launched as it is, it costs the host a third of what the launches do, and the device pauses less
+between them (kernels_cu/TUNING.md). CuPy lacks the calls that are needed, so they go to the driver
+by ctypes: CUDA driver API, Graph Management.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A graph holds the arguments of a call (``graph.py``). Memory comes from a pool, so a loop often has
 the addresses of an earlier round, and then the graph that holds them is launched as it is. What
-none holds is written into the one that was launched longest ago; that and its launch take 5 us
+none holds is written into the one that was launched longest ago; that and its launch take 5 to 7 us
 more. A stream has as many graphs as it takes to find again what comes back.
 """
 
