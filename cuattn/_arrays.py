@@ -302,29 +302,30 @@ class NewArrays:
     """
 
     device: int | None
-    #: Shape and dtype of each, and the byte at which it lies.
-    places: tuple[tuple[tuple[int, ...], np.dtype[Any], int], ...]
+    #: Shape and dtype of each, and the byte at which it lies; None for one that is not made.
+    places: tuple[tuple[tuple[int, ...], np.dtype[Any], int] | None, ...]
     nbytes: int  # of the one piece, or 0
 
     @staticmethod
-    def of(device: int | None, *arrays: tuple[tuple[int, ...], np.dtype[Any]]) -> NewArrays:
-        """Arrays of these shapes and dtypes."""
-        begins, end = side_by_side(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
-        places = tuple((*array, begin) for array, begin in zip(arrays, begins, strict=True))
-        is_one = device is not None and len(arrays) > 1 and end <= TOGETHER_BYTES
-        return NewArrays(device, places, end if is_one else 0)
+    def of(device: int | None, *arrays: tuple[tuple[int, ...], np.dtype[Any]] | None) -> NewArrays:
+        """Arrays of these shapes and dtypes; None where there is to be none."""
+        sizes = [each and math.prod(each[0]) * each[1].itemsize for each in arrays]
+        begins, end = side_by_side(size or 0 for size in sizes)
+        places = tuple(each and (*each, at) for each, at in zip(arrays, begins, strict=True))
+        is_one = device is not None and len(arrays) > arrays.count(None) + 1
+        return NewArrays(device, places, end if is_one and end <= TOGETHER_BYTES else 0)
 
     def __call__(self) -> list[Array]:
         """Make them; the device must be current."""
         if self.device is None:
-            return [np.empty(shape, dtype) for shape, dtype, _ in self.places]
+            return [place and np.empty(place[0], place[1]) for place in self.places]
         cupy = sys.modules["cupy"]
         # why not cupy.empty: it makes this call after one more
         ndarray = cupy.ndarray
         if self.nbytes == 0:
-            return [ndarray(shape, dtype) for shape, dtype, _ in self.places]
+            return [place and ndarray(place[0], place[1]) for place in self.places]
         memory = cupy.cuda.alloc(self.nbytes)
-        return [ndarray(shape, dtype, memory + begin) for shape, dtype, begin in self.places]
+        return [place and ndarray(place[0], place[1], memory + place[2]) for place in self.places]
 
 
 _STAY = contextlib.nullcontext()

@@ -306,14 +306,14 @@ def attention_backward(
         names_in(wrt),
     )
     with on_device(call.device):
-        gradients = dict(zip(backward.names, backward.new_gradients(), strict=True))
+        dq, dk, dv = backward.new_gradients()
         execute.backward(
             backward.problem,
             call.layout,
             *(res.q, res.k, res.v, res.out, res.lse, dout, dlse),
-            gradients,
+            *(dq, dk, dv),
         )
-    return Gradients(**gradients)
+    return Gradients(dq, dk, dv)
 
 
 @_takes_options

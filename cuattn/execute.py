@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from array import array
 from functools import cache
 
 import numpy as np
@@ -81,22 +81,29 @@ class Executable:
     def __call__(self, addresses: dict[str, int]) -> None:
         """Launch on CuPy's current stream; the device must be current.
 
-        ``addresses`` are those of the arrays by their names in the parameter struct; those of the
-        workspace are added to them.
+        ``addresses`` are those of the arrays by their names in the parameter struct, in the same
+        order at every call; those of the workspace are added to them.
         """
+        workspace = 0
         if self._workspace_bytes:
             # Freed when this returns: what is on the stream by then still finds it as it is.
             memory = sys.modules["cupy"].cuda.alloc(self._workspace_bytes)
-            first = memory.ptr
-            for name, offset in self._workspace:
-                addresses[name] = first + offset
-        arguments = self._template.arguments(addresses)
+            workspace = memory.ptr
         stream = current_stream(self.device_id)
-        if self._replay is not None and self._replay.launch(stream, arguments):
-            return
+        if self._replay is not None:
+            its = (*addresses.values(), workspace)  # all that differs from call to call
+            if self._replay.launch(stream, its, lambda: self._arguments(addresses, workspace)):
+                return
+        arguments = self._arguments(addresses, workspace)
         at = arguments.buffer_info()[0]
         for launch in self._launches:
             launch(stream, at, 0)
+
+    def _arguments(self, addresses: dict[str, int], workspace: int) -> array[int]:
+        """What the kernels take: these arrays, and the workspace that begins there."""
+        for name, offset in self._workspace:
+            addresses[name] = workspace + offset
+        return self._template.arguments(addresses)
 
 
 def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
@@ -174,12 +181,13 @@ def backward(
     lse: Array,
     dout: Array | None,
     dlse: Array | None,
-    gradients: Mapping[str, Array],
+    dq: Array | None,
+    dk: Array | None,
+    dv: Array | None,
 ) -> None:
-    """Write the ``gradients`` ("dq", "dk", "dv") of ``problem.wrt``; dout and dlse None are 0."""
+    """Write dq, dk and dv; each may be None, then it is not asked for. dout and dlse None are 0."""
     if isinstance(q, np.ndarray):
         view = layout.view
-        views = {name: view(array) for name, array in gradients.items()}
         tiled.backward(
             problem,
             view(q),
@@ -189,9 +197,9 @@ def backward(
             layout.lse_view(lse),
             None if dout is None else view(dout),
             None if dlse is None else layout.lse_view(dlse),
-            dq=views.get("dq"),
-            dk=views.get("dk"),
-            dv=views.get("dv"),
+            dq=None if dq is None else view(dq),
+            dk=None if dk is None else view(dk),
+            dv=None if dv is None else view(dv),
         )
         return
     if dout is None:
@@ -205,7 +213,8 @@ def backward(
         "lse": lse.data.ptr,
         "dout": dout.data.ptr,
         "dlse": 0 if dlse is None else dlse.data.ptr,
+        "dq": 0 if dq is None else dq.data.ptr,
+        "dk": 0 if dk is None else dk.data.ptr,
+        "dv": 0 if dv is None else dv.data.ptr,
     }
-    for name, array in gradients.items():
-        addresses[name] = array.data.ptr
     executable(problem, q.data.device_id)(addresses)

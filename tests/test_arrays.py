@@ -261,6 +261,8 @@ def test_new_arrays_of_a_device_share_memory_where_they_are_small():
     assert few.nbytes == 512
     assert NewArrays.of(0, SMALL, LARGE).nbytes == 0  # together they are not small
     assert NewArrays.of(0, SMALL).nbytes == NewArrays.of(None, SMALL, SMALL).nbytes == 0
+    assert NewArrays.of(0, None, SMALL).nbytes == 0
+    assert NewArrays.of(0, SMALL, None, SMALL).places == ((*SMALL, 0), None, (*SMALL, 256))
 
 
 def test_new_arrays_are_contiguous_and_do_not_meet(engine):
@@ -273,6 +275,14 @@ def test_new_arrays_are_contiguous_and_do_not_meet(engine):
             array[...] = number
         for number, array in enumerate(arrays):
             assert (engine.asnumpy(array) == number).all()
+
+
+def test_an_array_that_is_not_made_is_none(engine):
+    device = None if engine.name == "numpy" else 0
+    for kinds in ((SMALL, None, SMALL), (None, SMALL, None), (None, LARGE, SMALL), (None, None)):
+        arrays = NewArrays.of(device, *kinds)()
+        shapes = [None if array is None else array.shape for array in arrays]
+        assert shapes == [kind and kind[0] for kind in kinds]
 
 
 @pytest.mark.gpu

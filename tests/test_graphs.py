@@ -31,11 +31,11 @@ def arguments(word):
 
 
 def launch(graphs, *streams, word=1):
-    return [graphs.launch(stream, arguments(word)) for stream in streams]
+    return [graphs.launch(stream, (word,), lambda: arguments(word)) for stream in streams]
 
 
 def launch_words(graphs, *words):
-    return [graphs.launch(STREAM, arguments(word)) for word in words]
+    return [done for word in words for done in launch(graphs, STREAM, word=word)]
 
 
 @pytest.fixture

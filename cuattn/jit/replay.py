@@ -15,7 +15,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 
-from cuattn.abi.template import WORD
 from cuattn.jit.graph import Graph, RefusedError
 from cuattn.jit.launch import Kernel
 
@@ -55,7 +54,9 @@ class Replay:
         #: A stream has its own graphs, for two launches of one never overlap.
         self._streams: dict[_Stream, _OfStream] = {}
 
-    def launch(self, stream: int, arguments: array[int]) -> bool:
+    def launch(
+        self, stream: int, addresses: tuple[int, ...], arguments: Callable[[], array[int]]
+    ) -> bool:
         """Whether a graph did all launches on a stream of the current device; else nothing is done.
 
         None does for the first calls on a stream, nor for one that is captured.
@@ -64,15 +65,17 @@ class Replay:
         ----------
         stream : int
             What ``launch.current_stream`` returned.
-        arguments : array of int
-            What ``abi.template.Template.arguments`` returned.
+        addresses : tuple of int
+            The addresses of the call: other arguments have others.
+        arguments : callable
+            Returns what ``abi.template.Template.arguments`` does; called where no graph holds it.
         """
         # The legacy stream cannot be captured, and to ask it is an error while another one is.
         if stream > _LEGACY and sys.modules["cupy"].cuda.runtime.streamIsCapturing(stream):
             return False  # a capture takes kernels, not a graph that is ready to run
         key = stream if stream != _PER_THREAD else (stream, threading.get_ident())
         graphs = self._streams.get(key) or self._new(key)
-        return graphs.launch(stream, arguments)
+        return graphs.launch(stream, addresses, arguments)
 
     def _new(self, key: _Stream) -> _OfStream:
         with _lock:
@@ -88,26 +91,27 @@ class _OfStream:
 
     def __init__(self, launches: Sequence[tuple[Kernel, int]]) -> None:
         self.used = next(_clock)
-        #: By the arguments that they hold, in the order of their last launches.
-        self.graphs: dict[bytes, Graph] = {}
+        #: By the addresses that they hold, in the order of their last launches.
+        self.graphs: dict[tuple[int, ...], Graph] = {}
         self._launches = launches
         self._met: dict[int, bool] = {}  # hashes: two that are one cost a graph
         self._calls = 0
         # invariant: who has it is alone with these graphs, which the driver leaves to its users
         self._lock = threading.Lock()
 
-    def launch(self, stream: int, arguments: array[int]) -> bool:
+    def launch(
+        self, stream: int, addresses: tuple[int, ...], arguments: Callable[[], array[int]]
+    ) -> bool:
         """Whether a graph did it; where one is refused, all of the stream go."""
         if not self._lock.acquire(blocking=False):
             return False  # another thread has it, or this one, interrupted by what calls this
         try:
             self._calls += 1
             self.used = next(_clock)
-            held = arguments.tobytes()[WORD:]
-            graph = self.graphs.pop(held, None) or self._that_takes(held, arguments)
+            graph = self.graphs.pop(addresses, None) or self._that_takes(addresses, arguments)
             if graph is None:
                 return False
-            self.graphs[held] = graph
+            self.graphs[addresses] = graph
             graph.used = self.used
             graph.launch(stream)
         except RefusedError:
@@ -117,31 +121,33 @@ class _OfStream:
             self._lock.release()
         return True
 
-    def _that_takes(self, held: bytes, arguments: array[int]) -> Graph | None:
+    def _that_takes(
+        self, addresses: tuple[int, ...], arguments: Callable[[], array[int]]
+    ) -> Graph | None:
         """Another graph, for arguments that came back, or the one launched longest ago."""
         is_first = not self.graphs
-        came_back = self._met.pop(hash(held), False)
+        came_back = self._met.pop(hash(addresses), False)
         if self._calls > AFTER_CALLS and (came_back or is_first):
             self._calls = 0
             if _has_room(is_urgent=is_first):
-                new = Graph(self._launches, arguments)
+                new = Graph(self._launches, arguments())
                 with _lock:
                     _made.append((weakref.ref(new), weakref.ref(self)))
                 return new
-        self._met[hash(held)] = True
+        self._met[hash(addresses)] = True
         if len(self._met) > _MAX_MET:
             del self._met[next(iter(self._met))]
-        oldest = next(iter(list(self.graphs)), b"")  # of a copy: another thread may take it
+        oldest = next(iter(list(self.graphs)), ())  # of a copy: another thread may take it
         graph = self.graphs.pop(oldest, None)
         if graph is not None:
-            graph.fill(arguments)
+            graph.fill(arguments())
         return graph
 
     def drop(self, graph: Graph) -> None:
         """Have it no longer."""
-        for held, its in list(self.graphs.items()):
-            if its is graph:
-                self.graphs.pop(held, None)
+        for addresses, each in list(self.graphs.items()):
+            if each is graph:
+                self.graphs.pop(addresses, None)
 
 
 #: The graphs of this process, and whose they are: some may be gone.

@@ -87,10 +87,9 @@ class ForwardCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardCall:
-    """A checked backward: the problem, and the gradients to make for it, by name."""
+    """A checked backward: the problem, and the gradients to make for it: dq, dk and dv."""
 
     problem: AttentionProblem
-    names: tuple[str, ...]
     new_gradients: NewArrays
 
 
@@ -177,8 +176,13 @@ def backward_call(
     layouts = replace(layouts, dq=dq, dk=dk, dv=dv)
     return BackwardCall(
         replace(call.problem, op="backward", wrt=names, layouts=layouts),
-        tuple("d" + name for name in names),
-        NewArrays.of(call.device, *((getattr(call, name).shape, call.q.dtype) for name in names)),
+        NewArrays.of(
+            call.device,
+            *(
+                (getattr(call, name).shape, call.q.dtype) if name in names else None
+                for name in GIVEN_INPUTS
+            ),
+        ),
     )
 
 
