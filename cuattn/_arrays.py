@@ -309,11 +309,12 @@ class NewArrays:
     @staticmethod
     def of(device: int | None, *arrays: tuple[tuple[int, ...], np.dtype[Any]] | None) -> NewArrays:
         """Arrays of these shapes and dtypes; None where there is to be none."""
-        sizes = [each and math.prod(each[0]) * each[1].itemsize for each in arrays]
-        begins, end = side_by_side(size or 0 for size in sizes)
+        sizes = (0 if each is None else math.prod(each[0]) * each[1].itemsize for each in arrays)
+        begins, end = side_by_side(sizes)
         places = tuple(each and (*each, at) for each, at in zip(arrays, begins, strict=True))
-        is_one = device is not None and len(arrays) > arrays.count(None) + 1
-        return NewArrays(device, places, end if is_one and end <= TOGETHER_BYTES else 0)
+        several = len(arrays) - arrays.count(None) > 1
+        is_one = device is not None and several and end <= TOGETHER_BYTES
+        return NewArrays(device, places, end if is_one else 0)
 
     def __call__(self) -> list[Array]:
         """Make them; the device must be current."""

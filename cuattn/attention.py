@@ -306,14 +306,14 @@ def attention_backward(
         names_in(wrt),
     )
     with on_device(call.device):
-        dq, dk, dv = backward.new_gradients()
+        gradients = backward.new_gradients()
         execute.backward(
             backward.problem,
             call.layout,
             *(res.q, res.k, res.v, res.out, res.lse, dout, dlse),
-            *(dq, dk, dv),
+            *gradients,
         )
-    return Gradients(dq, dk, dv)
+    return Gradients(*gradients)
 
 
 @_takes_options

@@ -81,8 +81,8 @@ class Executable:
     def __call__(self, addresses: dict[str, int]) -> None:
         """Launch on CuPy's current stream; the device must be current.
 
-        ``addresses`` are those of the arrays by their names in the parameter struct, in the same
-        order at every call; those of the workspace are added to them.
+        ``addresses`` are those of all arrays by their names in the parameter struct, in the same
+        order at every call, for a graph is found by them; those of the workspace are added.
         """
         workspace = 0
         if self._workspace_bytes:

@@ -2,8 +2,8 @@
 
 A graph holds the arguments of a call (``graph.py``). Memory comes from a pool, so a loop often has
 the addresses of an earlier round, and then the graph that holds them is launched as it is. What
-none holds is written into the one that was launched longest ago; that and its launch take 5 to 7 us
-more. A stream has as many graphs as it takes to find again what comes back.
+none holds is written into the one that was launched longest ago; that and its launch take 8 to 10
+us more. A stream has as many graphs as it takes to find again what comes back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cuattn.jit.graph import Graph, RefusedError
 from cuattn.jit.launch import Kernel
 
 #: Calls on a stream before one of them makes a graph, and before the next one does: to make one
-#: takes the host 230 us, and a call whose arguments one holds 8 us less (H200, three launches).
+#: takes the host 230 us, and a call whose arguments one holds 9 us less (H200, three launches).
 AFTER_CALLS = 32
 #: Graphs of a process: each takes 0.13 MB of the device.
 _MAX_GRAPHS = 128
@@ -66,7 +66,7 @@ class Replay:
         stream : int
             What ``launch.current_stream`` returned.
         addresses : tuple of int
-            The addresses of the call: other arguments have others.
+            All addresses in the arguments, in one order: what a graph is found by.
         arguments : callable
             Returns what ``abi.template.Template.arguments`` does; called where no graph holds it.
         """

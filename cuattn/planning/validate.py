@@ -167,22 +167,15 @@ def backward_call(
         batch, heads, seqlen = layout.canonical_lse(_in_elements(dlse), 0)
         layouts = replace(layouts, dlse=(batch, heads, seqlen))
     names = GIVEN_INPUTS if wrt is None else _check_wrt(wrt)
-    dq, dk, dv = (
-        _strides(layout, contiguous(getattr(call, name).shape, call.q.dtype))
-        if name in names
-        else None
+    asked = [
+        (getattr(call, name).shape, call.q.dtype) if name in names else None
         for name in GIVEN_INPUTS
-    )
+    ]
+    dq, dk, dv = (each and _strides(layout, contiguous(*each)) for each in asked)
     layouts = replace(layouts, dq=dq, dk=dk, dv=dv)
     return BackwardCall(
         replace(call.problem, op="backward", wrt=names, layouts=layouts),
-        NewArrays.of(
-            call.device,
-            *(
-                (getattr(call, name).shape, call.q.dtype) if name in names else None
-                for name in GIVEN_INPUTS
-            ),
-        ),
+        NewArrays.of(call.device, *asked),
     )
 
 
