@@ -1,9 +1,10 @@
 """What an array is: its place, dtype and axes, without looking at one element.
 
-The only file that knows NumPy and CuPy arrays apart. An array becomes an ``ArraySpec``, plain
-hashable data that validation reads; a ``Layout`` gives its view in the canonical axes (batch,
-seqlen, heads, dim), in which the CPU engine computes and the strides of a problem are told. CuPy is
-never imported here: who holds a CuPy array has imported it.
+With ``_foreign``, which makes one of another library's, the only file that knows NumPy and CuPy
+arrays apart. An array becomes an ``ArraySpec``, plain hashable data that validation reads; a
+``Layout`` gives its view in the canonical axes (batch, seqlen, heads, dim), in which the CPU engine
+computes and the strides of a problem are told. CuPy is never imported here: who holds a CuPy array
+has imported it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import ml_dtypes  # noqa: F401  (gives NumPy the dtype name "bfloat16")
 import numpy as np
 
+from cuattn._foreign import NEW_OUT
 from cuattn._typing import ACCUMULATOR, Array
 from cuattn.errors import ArgumentError, DTypeError, explain_argument
 
@@ -26,9 +28,6 @@ T = TypeVar("T")
 
 #: The dtypes cuattn takes, native byte order only: another byte order is another key.
 DTYPE_NAMES = {np.dtype(name): name for name in ACCUMULATOR}
-
-#: The remedy for an ``out`` that will not do.
-NEW_OUT = "pass an array from numpy.empty or cupy.empty that you keep, or drop out="
 
 #: Steps that the search for two overlapping elements may take before it counts as an overlap.
 OVERLAP_WORK = 100_000
@@ -56,51 +55,21 @@ class ArraySpec(NamedTuple):
     def place(self) -> str:
         """Where the array is, in words."""
         if self.device is None:
-            return "a NumPy array in host memory"
-        return f"a CuPy array on CUDA device {self.device}"
+            return "an array in host memory"
+        return f"an array on CUDA device {self.device}"
 
 
 #: ``ArraySpec`` from a tuple of all its fields; the class itself takes twice as long.
 _spec = functools.partial(tuple.__new__, ArraySpec)
 
 
-def spec_of(name: str, array: object) -> ArraySpec:
-    """Describe an argument, or refuse what is no NumPy or CuPy array with DTypeError."""
-    if type(array) is np.ndarray:
+def spec_of(array: Array) -> ArraySpec:
+    """Describe a NumPy or CuPy array, as ``_foreign.taken`` gives."""
+    if isinstance(array, np.ndarray):
         return _spec((array.shape, array.strides, array.dtype, None, 0))
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
-        memory = array.data
-        misaligned = memory.ptr % array.itemsize
-        return _spec((array.shape, array.strides, array.dtype, memory.device_id, misaligned))
-    if isinstance(array, np.ndarray) and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
-        return _spec((array.shape, array.strides, array.dtype, None, 0))
-    raise DTypeError(explain_argument(name, *_why_no_array(name, array)))
-
-
-def _why_no_array(name: str, array: object) -> tuple[str, str, str]:
-    """The (got, expected, remedy) of something that is not an array we take."""
-    kind = type(array)
-    got, expected = f"{kind.__module__}.{kind.__qualname__}", "a NumPy or CuPy array"
-    if array is None:
-        return "None", expected, "pass an array"
-    if isinstance(array, np.ma.MaskedArray):
-        return got, f"{expected} without a mask", f"pass {name}.filled(...) if that is meant"
-    if isinstance(array, np.matrix):
-        return got, expected, f"pass numpy.asarray({name})"
-    if any("Tracer" in base.__name__ for base in kind.__mro__):
-        return got, f"{expected} with values", "call cuattn outside of the traced function"
-    if getattr(array, "requires_grad", False) is True:
-        return (
-            got,
-            expected,
-            f"pass {name}.detach() over DLPack and use attention_vjp for gradients",
-        )
-    if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
-        return got, expected, f"convert with numpy.from_dlpack({name}) or cupy.from_dlpack({name})"
-    if name == "out":  # a conversion would take the result and be dropped
-        return got, expected, NEW_OUT
-    return got, expected, f"convert with numpy.asarray({name}) or cupy.asarray({name})"
+    memory = array.data
+    misaligned = memory.ptr % array.itemsize
+    return _spec((array.shape, array.strides, array.dtype, memory.device_id, misaligned))
 
 
 def check_dtype(name: str, spec: ArraySpec) -> str:
@@ -385,7 +354,7 @@ def share_memory(a: Array, b: Array) -> bool:
     """Whether two arrays of one place have a byte in common (interleaved views do not)."""
     if isinstance(a, np.ndarray):
         return _shares(a, b)
-    pair = (_extent(spec_of("", array), array.data.ptr) for array in (a, b))
+    pair = (_extent(spec_of(array), array.data.ptr) for array in (a, b))
     return _shares(*pair)
 
 

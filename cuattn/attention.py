@@ -14,6 +14,7 @@ import numpy as np
 
 from cuattn import execute
 from cuattn._arrays import check_destination, on_device, spec_of
+from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
 from cuattn.errors import DTypeError, explain_argument
 from cuattn.planning.options import NOT_GIVEN, Options
@@ -26,22 +27,30 @@ T = TypeVar("T")
 def prepare(
     q: Array, k: Array, v: Array, out: Array | None, options: tuple[Any, ...]
 ) -> ForwardCall:
-    """Check a forward call without running it; ``options`` are the values of ``Options``."""
+    """Check a forward call of arrays that were taken, without running it.
+
+    ``options`` are the values of ``Options``.
+    """
     call = forward_call(
-        spec_of("q", q),
-        spec_of("k", k),
-        spec_of("v", v),
-        None if out is None else spec_of("out", out),
-        *options,
+        spec_of(q), spec_of(k), spec_of(v), None if out is None else spec_of(out), *options
     )
     if out is not None:
         check_destination("out", out, {"q": q, "k": k, "v": v})
     return call
 
 
+#: The fields of Residuals; lse is None where it is not kept.
+_Kept = tuple[Array, Array, Array, Array, Array | None, ForwardCall]
+
+
 def _forward(
     q: Array, k: Array, v: Array, out: Array | None, options: tuple[Any, ...], *, keep_lse: bool
-) -> tuple[Array, Array | None, ForwardCall]:
+) -> tuple[Array, _Kept]:
+    """The result, which is the very object given as out, and what a backward needs."""
+    q, k, v = taken("q", q), taken("k", k), taken("v", v)
+    given = out
+    if out is not None:
+        out = taken_to_write("out", out)
     call = prepare(q, k, v, out, options)
     with on_device(call.device):
         lse = None
@@ -52,7 +61,7 @@ def _forward(
         elif keep_lse:
             (lse,) = call.new_lse()
         execute.forward(call.problem, call.layout, q, k, v, out, lse)
-    return out, lse, call
+    return (out if given is None else given), (q, k, v, out, lse, call)
 
 
 def attention(
@@ -87,7 +96,8 @@ def attention(
     Parameters
     ----------
     q : array, shape (batch, seqlen_q, heads_q, head_dim)
-        NumPy or CuPy; float16, bfloat16, float32 or float64; any strides.
+        NumPy, CuPy, or of another library, which then shares its memory without a copy (DLPack or
+        ``__cuda_array_interface__``); float16, bfloat16, float32 or float64; any strides.
     k : array, shape (batch, seqlen_k, heads_kv, head_dim)
         heads_q is a multiple of heads_kv: query head h reads key head
         ``h // (heads_q // heads_kv)``. Place and dtype of ``q``, as for ``v``.
@@ -114,7 +124,8 @@ def attention(
         Return ``lse`` too.
     out : array, optional
         Where to write the result: its exact shape and dtype, any strides that do not overlap, no
-        memory of an input. Untouched on an error.
+        memory of an input; an array of another library is written in place. Untouched on an
+        error.
     seed : int, optional
         Without effect: dropout is not available in this version.
     window, mask, bias, alibi_slopes, softcap, sinks, score_mod, arrays, dropout_p, precision
@@ -123,8 +134,8 @@ def attention(
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        In the layout and place of ``q``; the object given as ``out`` if any. A row that sees no key
-        is 0; a row with a NaN score is NaN.
+        In the layout and place of ``q``: NumPy for host memory, CuPy for a device's; the object
+        given as ``out`` if any. A row that sees no key is 0; a row with a NaN score is NaN.
     lse : array, shape (batch, heads_q, seqlen_q) less the axes left out, only if ``return_lse``
         float32 (float64 for float64): the natural log of the sum of ``exp(score)`` over the keys
         that the row sees, -inf where it sees none.
@@ -181,8 +192,8 @@ def attention(
         out_dtype,
         deterministic,
     )
-    out, lse, _ = _forward(q, k, v, out, options, keep_lse=bool(return_lse))
-    return (out, lse) if return_lse else out
+    out, kept = _forward(q, k, v, out, options, keep_lse=bool(return_lse))
+    return (out, kept[4]) if return_lse else out
 
 
 def options_of(function: str, given: dict[str, Any]) -> Options:
@@ -246,8 +257,8 @@ def attention_forward(
     >>> residuals.lse.shape
     (1, 1, 3)
     """
-    out, lse, call = _forward(q, k, v, out, options_of("attention_forward", options), keep_lse=True)
-    return out, Residuals(q, k, v, out, lse, call)
+    out, kept = _forward(q, k, v, out, options_of("attention_forward", options), keep_lse=True)
+    return out, Residuals(*kept)
 
 
 def attention_backward(
@@ -299,10 +310,14 @@ def attention_backward(
         expected, remedy = "Residuals", "pass the second result of attention_forward"
         raise DTypeError(explain_argument("res", type(res).__name__, expected, remedy))
     call = res.call
+    if dout is not None:
+        dout = taken("dout", dout)
+    if dlse is not None:
+        dlse = taken("dlse", dlse)
     backward = backward_call(
         call,
-        None if dout is None else spec_of("dout", dout),
-        None if dlse is None else spec_of("dlse", dlse),
+        None if dout is None else spec_of(dout),
+        None if dlse is None else spec_of(dlse),
         names_in(wrt),
     )
     with on_device(call.device):
@@ -362,8 +377,8 @@ def attention_vjp(
     (1, 3, 1, 2)
     """
     check_flag("return_lse", return_lse)
-    out, lse, call = _forward(q, k, v, out, options_of("attention_vjp", options), keep_lse=True)
-    res = Residuals(q, k, v, out, lse, call)
+    out, kept = _forward(q, k, v, out, options_of("attention_vjp", options), keep_lse=True)
+    res = Residuals(*kept)
 
     def vjp(
         dout: Array | None, dlse: Array | None = None, wrt: Iterable[str] | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from cuattn import execute
 from cuattn._arrays import check_aligned, spec_of
+from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
 from cuattn.attention import attention, check_flag, options_of, prepare
 from cuattn.cpu.heads import Visible, split
@@ -85,6 +86,9 @@ def explain(
     forward on the CPU: float32, NumPy engine
     """
     check_flag("return_lse", return_lse)
+    q, k, v = taken("q", q), taken("k", k), taken("v", v)
+    if out is not None:
+        out = taken_to_write("out", out)
     call = prepare(q, k, v, out, options_of("explain", options))
     problems = both_passes(call)
     if device is not None:
@@ -92,7 +96,7 @@ def explain(
         for name, spec in (("q", call.q), ("k", call.k), ("v", call.v)):
             check_aligned(name, spec)  # which host arrays need not be
         if out is not None:
-            check_aligned("out", spec_of("out", out))
+            check_aligned("out", spec_of(out))
     elif call.device is not None:
         target = execute.cuda_device(call.device)
     else:

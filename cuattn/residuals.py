@@ -18,7 +18,7 @@ class Residuals:
     Attributes
     ----------
     q, k, v : array
-        The inputs, as they were given.
+        The inputs: those given, or the memory of another library's as NumPy or CuPy arrays.
     out : array
         The result.
     lse : array, shape (batch, heads_q, seqlen_q) less the axes left out

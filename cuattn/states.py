@@ -42,6 +42,7 @@ from cuattn._arrays import (
     plain,
     spec_of,
 )
+from cuattn._foreign import taken
 from cuattn._typing import ACCUMULATOR, Array
 from cuattn.errors import ArgumentError, DTypeError, explain_argument
 
@@ -181,7 +182,7 @@ class _Merge:
         self.parts = _pairs(parts)
         self.layout = _check_parts(self.parts, layout)
         out, lse = self.parts[0]
-        self.device = spec_of("out", out).device
+        self.device = spec_of(out).device
         allowed = [each for each, wide in ACCUMULATOR.items() if lse.dtype == wide]
         self.dtype = np.dtype(parse_dtype("out_dtype", out_dtype, out.dtype.name, allowed))
         with on_device(self.device), np.errstate(all="ignore"):
@@ -197,7 +198,9 @@ class _Merge:
 
     def vjp(self, dout: Array | None, dlse: Array | None = None) -> list[Part]:
         """Gradients of every part's out and lse."""
-        place = spec_of("parts[0]", self.parts[0][0])
+        place = spec_of(self.parts[0][0])
+        dout = None if dout is None else taken("dout", dout)
+        dlse = None if dlse is None else taken("dlse", dlse)
         _check_part("dout", dout, place, self.out.shape, self.dtype)
         _check_part("dlse", dlse, place, self.lse.shape, self.lse.dtype)
         with on_device(self.device), np.errstate(all="ignore"):
@@ -253,13 +256,16 @@ def _pairs(parts: Iterable[Part]) -> list[Part]:
         raise DTypeError(explain_argument("parts", got, expected, remedy))
     if not pairs:
         raise ArgumentError(explain_argument("parts", "an empty list", expected, remedy))
-    return pairs
+    return [
+        (taken(f"parts[{i}][0]", out), taken(f"parts[{i}][1]", lse))
+        for i, (out, lse) in enumerate(pairs)
+    ]
 
 
 def _check_parts(parts: list[Part], layout: str) -> Layout:
     """All parts against the first, and the first lse against its out."""
     first_out, first_lse = parts[0]
-    out, lse = spec_of("parts[0][0]", first_out), spec_of("parts[0][1]", first_lse)
+    out, lse = spec_of(first_out), spec_of(first_lse)
     wide = ACCUMULATOR[check_dtype("parts[0][0]", out)]
     known = layout_for(layout, "parts[0][0]", len(out.shape))
     batch, seqlen, heads, _ = known.canonical(out.shape, 1)
@@ -278,6 +284,6 @@ def _check_part(
     """An array (None is fine) of exactly that shape and dtype, in the place of the first part."""
     if array is None:
         return
-    spec = spec_of(name, array)
+    spec = spec_of(array)
     check_together(name, spec, "parts[0][0]", place)
     check_like(name, spec, shape, dtype, "", "merge parts of the same queries, in one layout")

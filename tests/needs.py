@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from types import ModuleType
 
 import pytest
 
@@ -17,4 +19,14 @@ def nvrtc() -> None:
     except CompileError as error:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI must have NVRTC: {error}")
+        pytest.skip(str(error))
+
+
+def library(name: str) -> ModuleType:
+    """The module of an extra for tests; skip where it is missing, fail there under CI=true."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI must have {name}: {error}")
         pytest.skip(str(error))

@@ -30,8 +30,11 @@ class Exporter:
     def __init__(self, requires_grad=False):
         self.requires_grad = requires_grad
 
-    def __dlpack__(self):
-        raise AssertionError("not asked for in this version")
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **how):
+        raise BufferError("it is not mine to give")
 
 
 class SomeTracer:
@@ -45,7 +48,7 @@ BAD_ARRAYS = {
     "scalar": (1.0, "numpy.asarray"),
     "masked": (np.ma.ones(Q, "float32"), ".filled("),
     "matrix": (ones(2, 2).view(np.matrix), "numpy.asarray"),
-    "foreign": (Exporter(), "cupy.from_dlpack"),
+    "foreign": (Exporter(), "its library does not share"),
     "requires_grad": (Exporter(requires_grad=True), ".detach()"),
     "tracer": (SomeTracer(), "outside of the traced function"),
 }

@@ -32,12 +32,12 @@ def checked(**changes):
 
 @pytest.mark.parametrize("name", ["k", "v", "out"])
 def test_host_and_device_mixed(name):
-    parts = "NumPy array in host memory", "CUDA device 0 like q", "cupy.asarray"
+    parts = "an array in host memory", "CUDA device 0 like q", "cupy.asarray"
     refused(DTypeError, name, *parts, run=lambda: checked(**{name: spec(None)}))
 
 
 def test_device_and_host_mixed():
-    parts = "CuPy array on CUDA device 0", "host memory like q", "cupy.asnumpy"
+    parts = "an array on CUDA device 0", "host memory like q", "cupy.asnumpy"
     refused(DTypeError, "k", *parts, run=lambda: checked(q=spec(None)))
 
 
@@ -79,8 +79,8 @@ def on_device(address=1 << 40, shape=(2, 6, 4, 8), strides=None):
 def test_a_cupy_array_is_described():
     array = on_device(strides=(768, 128, 32, 4))
     want = ArraySpec((2, 6, 4, 8), (768, 128, 32, 4), np.dtype("float32"), 3, 0)
-    assert spec_of("q", array) == want
-    assert spec_of("q", on_device((1 << 40) + 2)).misaligned == 2
+    assert spec_of(array) == want
+    assert spec_of(on_device((1 << 40) + 2)).misaligned == 2
 
 
 def test_a_cupy_call_is_checked_without_a_gpu():

@@ -1,0 +1,339 @@
+"""Arrays of torch and JAX go in without a copy; what comes out is NumPy's, or CuPy's on a GPU."""
+
+import re
+
+import ml_dtypes
+import needs
+import numpy as np
+import pytest
+from calls import draw, refused, same_bits
+from strategies import DTYPES, dtype_of
+
+import cuattn
+from cuattn._foreign import taken, taken_to_write
+
+SHAPES = (2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 5), (2, 9, 4, 5)
+LIBRARIES = ("torch", "jax")
+
+
+def to_torch(array):
+    """A tensor of the same bits; NumPy's bfloat16 goes as integers."""
+    torch = needs.library("torch")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_jax(array):
+    jax = needs.library("jax")
+    jax.config.update("jax_enable_x64", True)
+    return jax.device_put(array, jax.devices("cpu")[0])
+
+
+TO = {"torch": to_torch, "jax": to_jax}
+
+
+def address(array):
+    """Where a torch or JAX array begins."""
+    return array.data_ptr() if hasattr(array, "data_ptr") else array.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_host_memory_is_taken_without_a_copy(library, dtype):
+    (array,) = draw(SHAPES[0], dtype=dtype)
+    foreign = TO[library](array)
+    native = taken("q", foreign)
+    assert type(native) is np.ndarray
+    assert native.ctypes.data == address(foreign)
+    assert same_bits(native, array)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_results_have_the_bits_of_numpy_arrays(library, dtype):
+    arrays = draw(*SHAPES, dtype=dtype)
+    (dlse,) = draw((2, 4, 9), dtype="float64" if dtype == "float64" else "float32")
+
+    def results(q, k, v, dout, dlse):
+        options = {"causal": True, "align": "bottom_right"}
+        (out, lse), vjp = cuattn.attention_vjp(q, k, v, return_lse=True, **options)
+        gradients = vjp(dout, dlse)
+        merged, merge_vjp = cuattn.merge_states_vjp([(out, lse), (out, lse)])
+        again = merge_vjp(dout, dlse)
+        return out, lse, gradients.dq, gradients.dk, gradients.dv, *merged, *again[0]
+
+    got = results(*map(TO[library], (*arrays, dlse)))
+    assert all(type(each) is np.ndarray for each in got)
+    assert all(map(same_bits, got, results(*arrays, dlse)))
+
+
+def test_parts_of_another_library_merge():
+    arrays = draw(*SHAPES[:3])
+    parts = [cuattn.attention(*arrays, return_lse=True) for _ in range(2)]
+    foreign = [(to_torch(out), to_torch(lse)) for out, lse in parts]
+    assert all(map(same_bits, cuattn.merge_states(foreign), cuattn.merge_states(parts)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_come_along(dtype):
+    arrays = draw((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8), dtype=dtype)
+    views = [to_torch(each).transpose(1, 2)[:, ::2] for each in arrays]
+    expected = cuattn.attention(*[each.swapaxes(1, 2)[:, ::2] for each in arrays])
+    assert same_bits(cuattn.attention(*views), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_array_without_elements_is_taken(dtype):
+    q, k = draw((2, 3, 1, 4), (2, 0, 1, 4), dtype=dtype)
+    out = cuattn.attention(to_torch(q), to_torch(k), to_torch(k))
+    assert out.shape == q.shape
+    assert not out.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_of_torch_is_written_in_place_and_returned(dtype):
+    torch = needs.library("torch")
+    q, k, v = draw(*SHAPES[:3], dtype=dtype)
+    memory = torch.full((2, 9, 4, 12), 7.0, dtype=to_torch(q).dtype)
+    out = memory[..., 2:7]
+    assert cuattn.attention(*map(to_torch, (q, k, v)), out=out) is out
+    assert same_bits(taken("out", out), cuattn.attention(q, k, v))
+    assert bool((memory[..., :2] == 7).all() and (memory[..., 7:] == 7).all())
+
+    second, residuals = cuattn.attention_forward(q, k, v, out=torch.empty_like(out))
+    assert residuals.out.ctypes.data == second.data_ptr()
+
+
+def test_out_of_jax_is_not_to_be_written():
+    q, k, v = draw(*SHAPES[:3])
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        arrays = [each.astype(dtype) for each in (q, k, v)]
+        out = to_jax(np.full(SHAPES[3], 7, dtype))
+        refused(
+            cuattn.ArgumentError,
+            *("out", "read-only", "jaxlib", "numpy.empty"),
+            run=lambda arrays=arrays, out=out: cuattn.attention(*arrays, out=out),
+        )
+        assert bool((out == 7).all())
+
+
+def test_out_must_not_be_an_input_of_the_same_memory():
+    q = to_torch(draw(SHAPES[0])[0])
+    run = lambda: cuattn.attention(q, q, q, out=q[:])  # noqa: E731
+    refused(cuattn.ArgumentError, "out", "memory that q reads", run=run)
+
+
+def test_a_tensor_that_records_gradients_is_told_how_to_go_on():
+    torch = needs.library("torch")
+    q = torch.ones(SHAPES[0], requires_grad=True)
+    run = lambda: cuattn.attention(q, q, q)  # noqa: E731
+    refused(cuattn.DTypeError, "q", "requires_grad", "q.detach()", "examples/04_torch.py", run=run)
+    out, vjp = cuattn.attention_vjp(q.detach(), q.detach(), q.detach())
+    with torch.no_grad():
+        refused(cuattn.DTypeError, "q", "requires_grad", ".detach()", run=run)
+    refused(cuattn.DTypeError, "dout", "requires_grad", "dout.detach()", run=lambda: vjp(q))
+    assert same_bits(vjp(out).dv, vjp(to_torch(out)).dv)
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad"])
+def test_a_tracer_is_told_where_to_call(transform):
+    jax = needs.library("jax")
+    function = getattr(jax, transform)(lambda q: cuattn.attention(q, q, q))
+    with pytest.raises(cuattn.DTypeError, match=r"q: got jax.*Tracer; .* outside of the traced"):
+        function(to_jax(draw((1, *SHAPES[0]))[0]))
+
+
+TORCH_REFUSALS = {
+    "conjugate": (lambda torch: torch.ones(2, 2, dtype=torch.complex64).conj(), "conjugate bit"),
+    "negated": (lambda torch: torch.ones(2, 2, dtype=torch.complex64).conj().imag, "resolve_neg"),
+    "sparse": (lambda torch: torch.ones(2, 2).to_sparse(), "torch.strided"),
+    "without memory": (lambda torch: torch.ones(2, 2, device="meta"), "meta"),
+}
+
+
+@pytest.mark.parametrize("kind", TORCH_REFUSALS)
+def test_what_torch_does_not_share_is_refused_with_its_reason(kind):
+    make, reason = TORCH_REFUSALS[kind]
+    array = make(needs.library("torch"))
+    run = lambda: cuattn.attention(array, array, array, layout="sd")  # noqa: E731
+    refused(cuattn.DTypeError, "q", reason, run=run)
+
+
+@pytest.mark.parametrize("name", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+def test_other_dtypes_are_refused(name):
+    torch = needs.library("torch")
+    array = torch.zeros(2, 2, dtype=getattr(torch, name))
+    with pytest.raises(cuattn.DTypeError, match="q: got "):
+        cuattn.attention(array, array, array, layout="sd")
+
+
+class Elsewhere:
+    """An array on a device that is neither the host nor CUDA's."""
+
+    def __dlpack_device__(self):
+        return 8, 0
+
+    def __dlpack__(self, **how):
+        raise AssertionError("its memory is of no use")
+
+
+def test_another_kind_of_device_is_refused():
+    run = lambda: cuattn.attention(Elsewhere(), Elsewhere(), Elsewhere())  # noqa: E731
+    refused(cuattn.DTypeError, "q", "type 8", "CUDA device", "copy it there", run=run)
+
+
+def test_an_array_in_cuda_memory_needs_cupy(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    monkeypatch.setattr(Elsewhere, "__dlpack_device__", lambda self: (2, 0))
+    run = lambda: cuattn.attention(Elsewhere(), Elsewhere(), Elsewhere())  # noqa: E731
+    refused(cuattn.DTypeError, "q", "CUDA memory", "CuPy", "pip install", run=run)
+
+
+def test_explain_takes_them_too():
+    q = draw((1, 64, 2, 32))[0]
+    assert cuattn.explain(*[to_torch(q)] * 3) == cuattn.explain(q, q, q)
+
+
+# On a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch_cuda():
+    torch = needs.library("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch without CUDA")
+    return torch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_device_memory_is_taken_without_a_copy(torch_cuda, dtype):
+    import cupy
+
+    arrays = draw(*SHAPES, dtype=dtype)
+    tensors = [to_torch(each).cuda() for each in arrays]
+    native = taken("q", tensors[0])
+    assert isinstance(native, cupy.ndarray)
+    assert native.data.ptr == tensors[0].data_ptr()
+    assert native.dtype == dtype_of(dtype)
+
+    def results(q, k, v, dout):
+        out, vjp = cuattn.attention_vjp(q, k, v, deterministic=True)
+        gradients = vjp(dout)
+        return [cupy.asnumpy(each) for each in (out, gradients.dq, gradients.dk, gradients.dv)]
+
+    assert all(map(same_bits, results(*tensors), results(*map(cupy.asarray, arrays))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_of_a_device_go_back_without_a_copy(torch_cuda, dtype):
+    import cupy
+
+    out = cuattn.attention(*[cupy.asarray(each) for each in draw(*SHAPES[:3], dtype=dtype)])
+    tensor = torch_cuda.from_dlpack(out)
+    assert tensor.data_ptr() == out.data.ptr
+    assert tensor.dtype == getattr(torch_cuda, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_of_torch_on_a_device_is_written_in_place(torch_cuda, dtype):
+    import cupy
+
+    q, k, v = draw(*SHAPES[:3], dtype=dtype)
+    tensors = [to_torch(each).cuda() for each in (q, k, v)]
+    out = torch_cuda.full((2, 9, 4, 12), 7.0, dtype=tensors[0].dtype, device="cuda")[..., 2:7]
+    assert cuattn.attention(*tensors, out=out) is out
+    expected = cuattn.attention(*map(cupy.asarray, (q, k, v)))
+    assert same_bits(cupy.asnumpy(taken("out", out)), cupy.asnumpy(expected))
+
+
+@pytest.mark.gpu
+def test_host_and_device_tensors_are_not_mixed(torch_cuda):
+    q = torch_cuda.ones(SHAPES[0])
+    refused(
+        cuattn.DTypeError,
+        *("k", "CUDA device 0", "host memory like q"),
+        run=lambda: cuattn.attention(q, q.cuda(), q),
+    )
+
+
+@pytest.mark.gpu
+def test_a_tensor_is_read_after_the_work_of_its_own_stream(torch_cuda):
+    """CuPy's stream waits for torch's, which is held up before it fills the tensor."""
+    import cupy
+
+    array = draw((1, 64, 2, 32), dtype="float32")[0]
+    expected = cupy.asnumpy(cuattn.attention(*[cupy.asarray(array)] * 3))
+    source, late = torch_cuda.from_numpy(array).cuda(), torch_cuda.full(array.shape, 7.0).cuda()
+    cupy.cuda.Device().synchronize()
+    with torch_cuda.cuda.stream(torch_cuda.cuda.Stream()):
+        torch_cuda.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+        late.copy_(source)
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            out = cuattn.attention(late, late, late)
+            was_held_up = not stream.done
+            got = out.get()
+    assert was_held_up
+    assert same_bits(got, expected)
+
+
+class Interface:
+    """A CuPy array of which only ``__cuda_array_interface__`` is known."""
+
+    def __init__(self, array, is_read_only=False):
+        self.array, self.is_read_only = array, is_read_only
+
+    @property
+    def __cuda_array_interface__(self):
+        described = self.array.__cuda_array_interface__
+        return described | {"data": (described["data"][0], self.is_read_only)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_cuda_array_interface_is_taken_likewise(dtype):
+    import cupy
+
+    arrays = [cupy.asarray(each) for each in draw(*SHAPES[:3], dtype=dtype)]
+    foreign = [Interface(each, is_read_only=True) for each in arrays]
+    assert taken("q", foreign[0]).data.ptr == arrays[0].data.ptr
+    expected = cupy.asnumpy(cuattn.attention(*arrays))
+    assert same_bits(cupy.asnumpy(cuattn.attention(*foreign)), expected)
+    memory = cupy.full(SHAPES[3], 7, dtype)
+    out = Interface(memory)
+    assert cuattn.attention(*foreign, out=out) is out
+    assert same_bits(cupy.asnumpy(memory), expected)
+    refused(
+        cuattn.ArgumentError,
+        *("out", "read-only"),
+        run=lambda: taken_to_write("out", Interface(memory, is_read_only=True)),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_device_memory_of_jax_is_taken_and_not_written(dtype):
+    import cupy
+
+    jax = needs.library("jax")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX without CUDA: {re.sub(r'[^ -~]', ' ', str(error))}")
+    arrays = draw(*SHAPES[:3], dtype=dtype)
+    foreign = [jax.device_put(each, device) for each in arrays]
+    assert taken("q", foreign[0]).data.ptr == foreign[0].unsafe_buffer_pointer()
+    expected = cupy.asnumpy(cuattn.attention(*map(cupy.asarray, arrays)))
+    out = cuattn.attention(*foreign)
+    assert same_bits(cupy.asnumpy(out), expected)
+    back = jax.numpy.from_dlpack(out)
+    assert back.unsafe_buffer_pointer() == out.data.ptr
+    refused(
+        cuattn.ArgumentError,
+        *("out", "read-only"),
+        run=lambda: cuattn.attention(*foreign, out=back + 0),
+    )
