@@ -9,6 +9,7 @@ from cuattn.attention import (
     attention_forward,
     attention_vjp,
 )
+from cuattn.embed import KernelLaunch, Kernels, kernels
 from cuattn.errors import (
     ArgumentError,
     CompileError,
@@ -16,6 +17,7 @@ from cuattn.errors import (
     DTypeError,
     UnsupportedError,
 )
+from cuattn.executable import Executable, plan
 from cuattn.explain import explain
 from cuattn.residuals import Gradients, Residuals
 from cuattn.states import merge_states, merge_states_vjp
@@ -27,7 +29,10 @@ __all__ = [
     "CompileError",
     "CuattnError",
     "DTypeError",
+    "Executable",
     "Gradients",
+    "KernelLaunch",
+    "Kernels",
     "Residuals",
     "UnsupportedError",
     "__version__",
@@ -36,6 +41,8 @@ __all__ = [
     "attention_forward",
     "attention_vjp",
     "explain",
+    "kernels",
     "merge_states",
     "merge_states_vjp",
+    "plan",
 ]

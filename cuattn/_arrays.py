@@ -350,6 +350,13 @@ def overlaps_itself(spec: ArraySpec) -> bool:
     return any(_shares(moved[:1], moved[1:]) for moved in along if len(moved) > 1)
 
 
+def byte_bounds(spec: ArraySpec) -> tuple[int, int]:
+    """The first byte of an array and the one behind its last, from where its first element is."""
+    middle = 1 << 62
+    low, high = np.lib.array_utils.byte_bounds(_extent(spec, middle))
+    return low - middle, high - middle
+
+
 def share_memory(a: Array, b: Array) -> bool:
     """Whether two arrays of one place have a byte in common (interleaved views do not)."""
     if isinstance(a, np.ndarray):
@@ -358,11 +365,16 @@ def share_memory(a: Array, b: Array) -> bool:
     return _shares(*pair)
 
 
-def check_destination(name: str, array: Array, inputs: dict[str, Array]) -> None:
-    """What depends on flags and addresses, and so is asked at every call."""
+def check_writable(name: str, array: Array) -> None:
+    """Refuse host memory that must not be written."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         got, expected = "a read-only array", "an array that may be written"
         raise ArgumentError(explain_argument(name, got, expected, NEW_OUT))
+
+
+def check_destination(name: str, array: Array, inputs: dict[str, Array]) -> None:
+    """What depends on flags and addresses, and so is asked at every call."""
+    check_writable(name, array)
     for other, read in inputs.items():
         if share_memory(array, read):
             got, expected = f"memory that {other} reads", "memory of its own"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from cuattn.planning.options import NOT_GIVEN, Options
 from cuattn.planning.validate import ForwardCall, backward_call, forward_call, names_in
 from cuattn.residuals import Gradients, Residuals
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -211,16 +212,17 @@ def check_flag(name: str, value: object) -> None:
         raise DTypeError(explain_argument(name, repr(value), "True or False", "pass a bool"))
 
 
-def _takes_options(function: Callable[..., T]) -> Callable[..., T]:
+def takes_options(function: Callable[P, T]) -> Callable[P, T]:
     """Show the options of ``attention`` in the signature instead of ``**options``."""
     own = inspect.signature(function).parameters
     named = inspect.signature(attention).parameters
     shown = [named[name] for name in named if name in own or name in Options._fields]
+    shown += [own[name] for name in own if name not in named and name != "options"]
     function.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return function
 
 
-@_takes_options
+@takes_options
 def attention_forward(
     q: Array, k: Array, v: Array, *, out: Array | None = None, **options: Any
 ) -> tuple[Array, Residuals]:
@@ -331,7 +333,7 @@ def attention_backward(
     return Gradients(*gradients)
 
 
-@_takes_options
+@takes_options
 def attention_vjp(
     q: Array,
     k: Array,

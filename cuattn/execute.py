@@ -11,6 +11,7 @@ import sys
 import threading
 from array import array
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def cuda_device(device_id: int) -> Device:
     )
 
 
-class Executable:
+class LoadedPlan:
     """A plan with its kernels loaded on one device; calling it only allocates and launches."""
 
     def __init__(self, plan: Plan, device_id: int) -> None:
@@ -64,7 +65,7 @@ class Executable:
         self.device_id = device_id
         struct = structs.FwdParams if plan.problem.op == "forward" else structs.BwdParams
         self._template = Template(struct, parameters(plan))
-        self._workspace, self._workspace_bytes = _places(plan)
+        self._workspace, self.workspace_bytes = _places(plan)
         units = [unit_of(launch.kernel) for launch in plan.launches]
         for _ in build(units, CompileOptions(plan.device.arch, lineinfo=debugging())):
             pass  # all of a plan side by side, before `load` asks for each
@@ -78,16 +79,16 @@ class Executable:
         several = len(self._kernels) > 1 and not debugging()
         self._replay = Replay(self._kernels) if several else None
 
-    def __call__(self, addresses: dict[str, int]) -> None:
+    def __call__(self, addresses: dict[str, int], workspace: int = 0) -> None:
         """Launch on CuPy's current stream; the device must be current.
 
         ``addresses`` are those of all arrays by their names in the parameter struct, in the same
-        order at every call, for a graph is found by them; those of the workspace are added.
+        order at every call, for a graph is found by them; those of the workspace are added, which
+        has ``workspace_bytes`` at its address, or is made where that is 0.
         """
-        workspace = 0
-        if self._workspace_bytes:
+        if self.workspace_bytes and not workspace:
             # Freed when this returns: what is on the stream by then still finds it as it is.
-            memory = sys.modules["cupy"].cuda.alloc(self._workspace_bytes)
+            memory = sys.modules["cupy"].cuda.alloc(self.workspace_bytes)
             workspace = memory.ptr
         stream = current_stream(self.device_id)
         if self._replay is not None:
@@ -114,31 +115,31 @@ def _places(plan: Plan) -> tuple[list[tuple[str, int]], int]:
     return list(zip(names, begins, strict=True)), end
 
 
-# By the identity of a problem, which the executable's plan keeps alive, and the device: hashing a
+# By the identity of a problem, which its plan keeps alive, and the device: hashing a
 # problem costs as much as all else that is looked up. Equal problems that are two objects have two.
-_executables: dict[tuple[int, int], Executable] = {}
+_loaded: dict[tuple[int, int], LoadedPlan] = {}
 _lock = threading.RLock()  # the garbage collector may call in
-_MAX_EXECUTABLES = 4096
+_MAX_LOADED = 4096
 
 
-def executable(problem: AttentionProblem, device_id: int) -> Executable:
-    """The executable of a problem on the current device, kept for the next call like this one."""
+def loaded_plan(problem: AttentionProblem, device_id: int) -> LoadedPlan:
+    """The plan of a problem on the current device, kept for the next call like this one."""
     key = id(problem), device_id
-    found = _executables.get(key)
+    found = _loaded.get(key)
     if found is None:
-        made = Executable(plan_for(problem, cuda_device(device_id)), device_id)
+        made = LoadedPlan(plan_for(problem, cuda_device(device_id)), device_id)
         with _lock:
-            found = _executables.setdefault(key, made)  # unless another thread was first
-            if len(_executables) > _MAX_EXECUTABLES:
+            found = _loaded.setdefault(key, made)  # unless another thread was first
+            if len(_loaded) > _MAX_LOADED:
                 # why the oldest: a dict keeps the order of insertion; kernels stay loaded in jit
-                del _executables[next(iter(_executables))]
+                del _loaded[next(iter(_loaded))]
     return found
 
 
 def forget() -> None:
-    """Drop every executable: for tests that choose among the families."""
+    """Drop every loaded plan: for tests that choose among the families."""
     with _lock:
-        _executables.clear()
+        _loaded.clear()
 
 
 def forward(
@@ -149,8 +150,9 @@ def forward(
     v: Array,
     out: Array,
     lse: Array | None,
+    workspace: int = 0,
 ) -> None:
-    """Write out, and lse unless it is None."""
+    """Write out, and lse unless it is None; workspace as ``LoadedPlan`` takes it."""
     if isinstance(q, np.ndarray):
         if lse is None:
             shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
@@ -160,15 +162,14 @@ def forward(
         view = layout.view
         tiled.forward(problem, view(q), view(k), view(v), view(out), lse)
         return
-    executable(problem, q.data.device_id)(
-        {
-            "q": q.data.ptr,
-            "k": k.data.ptr,
-            "v": v.data.ptr,
-            "out": out.data.ptr,
-            "lse": 0 if lse is None else lse.data.ptr,
-        }
-    )
+    addresses = {
+        "q": q.data.ptr,
+        "k": k.data.ptr,
+        "v": v.data.ptr,
+        "out": out.data.ptr,
+        "lse": 0 if lse is None else lse.data.ptr,
+    }
+    loaded_plan(problem, q.data.device_id)(addresses, workspace)
 
 
 def backward(
@@ -184,8 +185,13 @@ def backward(
     dq: Array | None,
     dk: Array | None,
     dv: Array | None,
+    workspace: int = 0,
 ) -> None:
-    """Write dq, dk and dv; each may be None, then it is not asked for. dout and dlse None are 0."""
+    """Write dq, dk and dv; each may be None, then it is not asked for. dout and dlse None are 0.
+
+    On a device a problem without strides of dout (``Layouts.dout`` is None) may be given a dout
+    that holds a single zero.
+    """
     if isinstance(q, np.ndarray):
         view = layout.view
         tiled.backward(
@@ -203,8 +209,7 @@ def backward(
         )
         return
     if dout is None:
-        # One zero under strides of 0 (Layouts.dout is None) stands for a whole array of them.
-        dout = sys.modules["cupy"].zeros(1, out.dtype)
+        dout = zero_dout(out.dtype)
     addresses = {
         "q": q.data.ptr,
         "k": k.data.ptr,
@@ -217,4 +222,9 @@ def backward(
         "dk": 0 if dk is None else dk.data.ptr,
         "dv": 0 if dv is None else dv.data.ptr,
     }
-    executable(problem, q.data.device_id)(addresses)
+    loaded_plan(problem, q.data.device_id)(addresses, workspace)
+
+
+def zero_dout(dtype: np.dtype[Any]) -> Array:
+    """One zero on the current device; strides of 0 make a whole array of it."""
+    return sys.modules["cupy"].zeros(1, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,11 +10,10 @@ from cuattn import execute
 from cuattn._arrays import check_aligned, spec_of
 from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
-from cuattn.attention import attention, check_flag, options_of, prepare
+from cuattn.attention import check_flag, options_of, prepare, takes_options
 from cuattn.cpu.heads import Visible, split
 from cuattn.errors import CompileError, DTypeError, explain_argument
 from cuattn.planning.device import Device, known_device
-from cuattn.planning.options import Options
 from cuattn.planning.plan import ITEMSIZE, Launch, Plan
 from cuattn.planning.problem import AttentionProblem, Strides
 from cuattn.planning.schedule import num_visible
@@ -24,6 +22,7 @@ from cuattn.planning.validate import ForwardCall, backward_call, contiguous
 from cuattn.precompile import Built, build
 
 
+@takes_options
 def explain(
     q: Array,
     k: Array,
@@ -104,15 +103,6 @@ def explain(
     plans = [plan_for(problem, target) for problem in problems]
     built, trouble = _registers(plans)
     return _joined(_plan_text(plan, built, trouble) for plan in plans)
-
-
-_named = [
-    parameter
-    for parameter in inspect.signature(attention).parameters.values()
-    if parameter.name in ("q", "k", "v", "return_lse", "out", *Options._fields)
-]
-_device = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY, default=None)
-explain.__signature__ = inspect.Signature([*_named, _device])  # type: ignore[attr-defined]
 
 
 def both_passes(call: ForwardCall) -> tuple[AttentionProblem, AttentionProblem]:

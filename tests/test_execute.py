@@ -209,13 +209,13 @@ def test_every_address_that_execute_gives_has_a_place():
         assert set(Template(struct, parameters(plan)).pointers) == given
 
 
-def test_the_next_call_like_this_one_finds_its_executable(launched):
+def test_the_next_call_like_this_one_finds_its_plan(launched):
     asked = run("forward")
-    assert execute.executable(asked, 0) is execute.executable(asked, 0)
-    assert execute.executable(asked, 0) is not execute.executable(asked, 1)
+    assert execute.loaded_plan(asked, 0) is execute.loaded_plan(asked, 0)
+    assert execute.loaded_plan(asked, 0) is not execute.loaded_plan(asked, 1)
 
 
-def test_threads_that_come_first_together_get_one_executable(launched, monkeypatch):
+def test_threads_that_come_first_together_get_one_plan(launched, monkeypatch):
     asked, both = record.problem("forward", "float32"), threading.Barrier(2)
 
     def plan_together(problem, device):
@@ -225,7 +225,7 @@ def test_threads_that_come_first_together_get_one_executable(launched, monkeypat
     monkeypatch.setattr(execute, "plan_for", plan_together)
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(execute.executable(asked, 0)))
+        threading.Thread(target=lambda: found.append(execute.loaded_plan(asked, 0)))
         for _ in range(2)
     ]
     for thread in threads:
@@ -233,7 +233,7 @@ def test_threads_that_come_first_together_get_one_executable(launched, monkeypat
     for thread in threads:
         thread.join()
     assert len(found) == 2
-    assert found[0] is found[1] is execute.executable(asked, 0)
+    assert found[0] is found[1] is execute.loaded_plan(asked, 0)
     assert found[0].plan.problem is asked  # so that no other object has its identity
 
 
@@ -267,11 +267,11 @@ def test_one_launch_and_debugging_need_no_graph(launched, monkeypatch):
     assert len(launched) == 1 + 3
 
 
-def test_executables_are_bounded(launched, monkeypatch):
-    monkeypatch.setattr(execute, "_MAX_EXECUTABLES", 3)
+def test_loaded_plans_are_bounded(launched, monkeypatch):
+    monkeypatch.setattr(execute, "_MAX_LOADED", 3)
     made = [run("forward", shape=(1, 8, 8, 1, 1, 8, dim)) for dim in range(1, 7)]
     assert len(launched) == 6
-    kept = [each.plan.problem for each in execute._executables.values()]
+    kept = [each.plan.problem for each in execute._loaded.values()]
     assert kept == made[-3:]  # the oldest went
 
 

@@ -78,9 +78,9 @@ class Case:
 
 
 def graphs():
-    """Of the one executable that there is, by stream and thread and by arguments."""
+    """Of the one loaded plan that there is, by stream and thread and by arguments."""
     (found,) = [
-        each for each in execute._executables.values() if each.plan.problem.op == "backward"
+        each for each in execute._loaded.values() if each.plan.problem.op == "backward"
     ]
     assert len(found.plan.launches) == 3
     streams = found._replay._streams.items()
@@ -300,7 +300,7 @@ def test_a_split_forward_is_a_graph_where_it_is_two_launches(engine):
     calls = [[engine.asarray(each[i]) for each in drawn] for i in (0, 1, 0, 1, 0, 1)]
     execute.forget()
     results = [cupy.asnumpy(cuattn.attention(*arrays)) for arrays in calls]
-    (found,) = execute._executables.values()
+    (found,) = execute._loaded.values()
     if engine.name == "sm80":
         assert len(found.plan.launches) == 2
         assert any(its.graphs for its in found._replay._streams.values())

@@ -19,7 +19,7 @@ IMPORTS = {
     "_arrays": ("errors", "_typing", "_foreign"),
     "abi": ("errors",),
     "states": ("errors", "_typing", "_foreign", "_arrays"),
-    "planning": ("errors", "_typing", "_arrays", "abi"),
+    "planning": ("errors", "_typing", "_foreign", "_arrays", "abi"),
     "jit": ("errors", "abi"),
     "cpu": ("errors", "_typing", "states", "planning"),
     "execute": ("errors", "_typing", "_arrays", "abi", "planning", "jit", "cpu"),
@@ -30,7 +30,18 @@ IMPORTS = {
         *("errors", "_typing", "_foreign", "_arrays", "planning"),
         *("cpu", "execute", "attention", "precompile"),
     ),
-    "__init__": ("errors", "states", "residuals", "attention", "explain"),
+    "executable": (
+        *("errors", "_typing", "_foreign", "_arrays", "planning"),
+        *("execute", "residuals", "attention"),
+    ),
+    "embed": (
+        *("errors", "_typing", "_foreign", "_arrays", "abi", "planning", "jit"),
+        *("execute", "attention", "precompile"),
+    ),
+    "__init__": (
+        *("errors", "states", "residuals", "attention", "explain"),
+        *("executable", "embed"),
+    ),
 }
 #: The tools, each on top of everything before it.
 for tool in ("check", "bench", "__main__"):

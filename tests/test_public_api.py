@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 
+import needs
 import numpy as np
 import pytest
 
@@ -17,8 +18,10 @@ FUNCTIONS = [
     "attention_forward",
     "attention_vjp",
     "explain",
+    "kernels",
     "merge_states",
     "merge_states_vjp",
+    "plan",
 ]
 
 OPTIONS = (
@@ -33,6 +36,8 @@ SIGNATURES = {
     "attention_backward": "(res, dout=None, dlse=None, *, wrt=None)",
     "attention_vjp": f"(q, k, v, *, {OPTIONS}, return_lse=False, out=None)",
     "explain": f"(q, k, v, *, {OPTIONS}, return_lse=False, out=None, device=None)",
+    "kernels": f"(q, k, v, *, {OPTIONS}, out=None, backward=False, wrt=None, device=None)",
+    "plan": f"(q, k, v, *, {OPTIONS}, return_lse=False, out=None, backward=False, wrt=None)",
     "merge_states": "(parts, *, layout='bshd', out_dtype=None)",
     "merge_states_vjp": "(parts, *, layout='bshd', out_dtype=None)",
 }
@@ -55,7 +60,10 @@ def test_names():
         "CompileError",
         "CuattnError",
         "DTypeError",
+        "Executable",
         "Gradients",
+        "KernelLaunch",
+        "Kernels",
         "Residuals",
         "UnsupportedError",
         "__version__",
@@ -107,8 +115,13 @@ def test_docstring_of_attention_names_every_parameter():
         assert name in text
 
 
-@pytest.mark.parametrize("module", ["cuattn.attention", "cuattn.explain", "cuattn.states"])
+MODULES = ("attention", "embed", "executable", "explain", "states")
+
+
+@pytest.mark.parametrize("module", [f"cuattn.{name}" for name in MODULES])
 def test_examples_run(module):
+    if module == "cuattn.embed":
+        needs.nvrtc()
     __import__(module)
     results = doctest.testmod(sys.modules[module])
     assert results.attempted
@@ -127,7 +140,9 @@ def test_import_needs_neither_cupy_nor_a_gpu():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("name", ["attention_forward", "attention_vjp", "explain"])
+@pytest.mark.parametrize(
+    "name", ["attention_forward", "attention_vjp", "explain", "kernels", "plan"]
+)
 def test_an_unknown_option_is_named_with_its_function(name):
     x = np.ones((1, 2, 1, 2), np.float32)
     with pytest.raises(TypeError, match=f"{name}.*'causl'"):

@@ -1,10 +1,10 @@
-"""The shared declarations as C++ text: ``kernels_cu/base/abi.cuh``."""
+"""The shared declarations as C++ text: ``kernels_cu/base/abi.cuh``, and for host programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cuattn.abi.structs import ENUMS, STRUCTS
+from cuattn.abi.structs import ENUMS, PARAMS, STRUCTS
 from cuattn.abi.types import Enum, Struct
 
 _HEAD = """\
@@ -19,6 +19,46 @@ _HEAD = """\
 
 namespace cuattn {
 """
+
+
+_HOST_HEAD = """\
+// The parameters of cuattn's kernels, for a host program: standard C++, no header of CUDA.
+//
+// GENERATED from cuattn/abi/structs.py. A kernel takes one of the last two structs by value; data
+// holds device addresses. Strides and sizes count elements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cuattn {
+
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+using f64 = double;
+
+// One of the kernels that do a pass: cuLaunchKernel(function, grid, 1, 1, block, 1, 1, smem_bytes,
+// stream, &address_of_the_parameters, nullptr).
+struct Launch {
+  const char* name;   // of the function in the module
+  const char* cubin;  // the file that holds the module
+  unsigned grid;
+  unsigned block;
+  unsigned smem_bytes;  // above 48 KB the function needs
+                        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+};
+"""
+
+
+def host_header() -> str:
+    """The parameter structs for a C++ program of the host, which stands alone."""
+    lines = [_HOST_HEAD]
+    for struct in PARAMS:
+        lines += [*_struct(struct), ""]
+    asserts = (line for struct in PARAMS for line in _asserts(struct))
+    lines += [line.replace("CUATTN_OFFSETOF", "offsetof") for line in asserts]
+    lines += ["", "}  // namespace cuattn", ""]
+    return "\n".join(lines)
 
 
 def header(enums: Iterable[Enum] = ENUMS, structs: Iterable[Struct] = STRUCTS) -> str:

@@ -166,7 +166,9 @@ PrepareConfig = Struct(
 )
 
 ENUMS = (DTYPE, PRODUCT, WRT)
+#: What a kernel receives, behind what that is made of.
+PARAMS = (Tensor, Rows, Shape, FwdParams, BwdParams)
 STRUCTS = (
-    *(Tensor, Rows, Shape, FwdParams, BwdParams),
+    *PARAMS,
     *(SimtConfig, Sm80Config, MergeConfig, PrepareConfig),
 )

@@ -30,7 +30,7 @@ class Template:
 
     def __init__(self, struct: Struct, values: Mapping[str, Any]) -> None:
         self._words = array("Q", b"\0" * WORD + struct.pack(values).tobytes())
-        self._slots = {name: 1 + offset // WORD for name, offset in _pointers(struct, 0)}
+        self._slots = {name: 1 + at // WORD for name, at in pointer_offsets(struct).items()}
 
     @property
     def pointers(self) -> tuple[str, ...]:
@@ -50,8 +50,13 @@ class Template:
         return words
 
 
+def pointer_offsets(struct: Struct) -> dict[str, int]:
+    """The byte offset of every pointer, by the name that ``Template`` gives it."""
+    return dict(_pointers(struct, 0))
+
+
 def _pointers(struct: Struct, base: int) -> Iterator[tuple[str, int]]:
-    """The name and byte offset of every pointer; a nested struct holds at most one."""
+    """Name and byte offset; a nested struct holds at most one pointer."""
     for field, offset in zip(struct.fields, struct.offsets, strict=True):
         if isinstance(field.type, Pointer):
             yield field.name, base + offset

@@ -93,7 +93,9 @@ class Pointer:
         return 0 if value is None else int(value)
 
     def literal(self, value: Value) -> str:
-        raise TypeError(f"{value!r}: an address is no compile-time constant")
+        if value is not None:
+            raise TypeError(f"{value!r}: an address is no compile-time constant")
+        return "nullptr"
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,30 @@ def reachable_headers(text: str, root: Path) -> dict[str, str]:
     return dict(sorted(headers.items()))
 
 
+def flattened(unit: Unit) -> str:
+    """The unit as one text without includes: every header once, before what includes it first.
+
+    Parameters
+    ----------
+    unit : Unit
+        A unit whose headers all begin with ``#pragma once``.
+    """
+    placed: set[str] = set()
+
+    def with_headers(text: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            include = _INCLUDE.match(line)
+            if include is None:
+                lines += [] if line.strip() == "#pragma once" else [line]
+            elif include[1] not in placed:
+                placed.add(include[1])
+                lines += [f"// {include[1]}", with_headers(unit.headers[include[1]])]
+        return "\n".join(lines)
+
+    return with_headers(unit.text) + "\n"
+
+
 def make_unit(
     name: str,
     *,

@@ -16,7 +16,6 @@ import numpy as np
 
 from cuattn._arrays import (
     DTYPE_NAMES,
-    NEW_OUT,
     ArraySpec,
     Layout,
     NewArrays,
@@ -28,6 +27,7 @@ from cuattn._arrays import (
     overlaps_itself,
     parse_dtype,
 )
+from cuattn._foreign import NEW_OUT
 from cuattn._typing import ACCUMULATOR
 from cuattn.errors import ArgumentError, CuattnError, DTypeError, explain_argument
 from cuattn.planning.options import Options, check_options, read_band, read_scale

@@ -1,0 +1,324 @@
+"""Kernels for runtimes of their own: source, machine code, launch and parameters of one call.
+
+What ``execute`` gives to CuPy is here as plain data: a program that can load a cubin and launch it
+needs neither CuPy nor Python when it runs.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from cuattn._arrays import check_aligned, spec_of
+from cuattn._foreign import taken, taken_to_write
+from cuattn._typing import Array
+from cuattn.abi import structs
+from cuattn.abi.emit import host_header
+from cuattn.abi.template import pointer_offsets
+from cuattn.abi.types import Struct
+from cuattn.attention import check_flag, options_of, prepare, takes_options
+from cuattn.errors import ArgumentError, explain_argument
+from cuattn.execute import cuda_device, unit_of
+from cuattn.jit.compile import CompileOptions
+from cuattn.jit.source import flattened
+from cuattn.planning.device import known_device
+from cuattn.planning.plan import ITEMSIZE, Plan, parameters
+from cuattn.planning.select import plan_for
+from cuattn.planning.validate import backward_call, contiguous, names_in
+from cuattn.precompile import build
+
+#: Pointers that may be null: what they would hold is not written, or is 0.
+_OPTIONAL = frozenset({"lse", "dlse"})
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunch:
+    """One kernel of a pass, and how it is launched.
+
+    Attributes
+    ----------
+    name : str
+        The function in the module (``extern "C"``).
+    source : str
+        CUDA C++ in one text, which includes nothing.
+    options : tuple of str
+        For NVRTC, or ``cupy.RawModule(code=source, options=options)``; the target is left out.
+    cubin : bytes
+        The module, compiled for the target.
+    grid, block : (int, int, int)
+        Blocks, and threads of a block.
+    smem_bytes : int
+        Dynamic shared memory of a block; above 48 KB the function has to be told.
+    """
+
+    name: str
+    source: str
+    options: tuple[str, ...]
+    cubin: bytes
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+
+
+class Kernels:
+    """The kernels of a pass, launched in order on one stream with the same parameters.
+
+    A sequence of ``KernelLaunch``; empty where there is nothing to compute.
+
+    Attributes
+    ----------
+    op : {"forward", "backward"}
+    arch : str
+        The target of the cubins, as "sm_90a".
+    struct : str
+        The parameter struct that every kernel takes by value: "FwdParams" or "BwdParams", declared
+        in ``kernels_cu/base/abi.cuh`` and, for host programs, in what ``save`` writes.
+    pointers : dict of str to int
+        The byte in the struct at which each address lies, by name: the arrays, and the workspace.
+    workspace : dict of str to int
+        Bytes of device memory that each buffer takes beyond the arrays, aligned to 256.
+    """
+
+    def __init__(self, plan: Plan, launches: Iterable[KernelLaunch]) -> None:
+        problem = plan.problem
+        self._launches = tuple(launches)
+        self._struct: Struct = structs.FwdParams if problem.op == "forward" else structs.BwdParams
+        self._values = parameters(plan)
+        self.op, self.arch, self.struct = problem.op, plan.device.arch, self._struct.name
+        size = ITEMSIZE[problem.accumulator]
+        self.workspace = {name: elements * size for name, elements in plan.workspace}
+        arrays = ["q", "k", "v", "out", "lse"]
+        if self.op == "backward":
+            arrays += ["dout", "dlse", *("d" + name for name in problem.wrt)]
+        used = {*arrays, *self.workspace}
+        places = pointer_offsets(self._struct).items()
+        self.pointers = {name: offset for name, offset in places if name in used}
+
+    def __repr__(self) -> str:
+        names = ", ".join(each.name for each in self)
+        return f"<cuattn.Kernels: {self.op} on {self.arch}: {names or 'nothing to launch'}>"
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def __iter__(self) -> Iterator[KernelLaunch]:
+        return iter(self._launches)
+
+    @overload
+    def __getitem__(self, index: int) -> KernelLaunch: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[KernelLaunch, ...]: ...
+    def __getitem__(self, index: int | slice) -> KernelLaunch | tuple[KernelLaunch, ...]:
+        return self._launches[index]
+
+    def params(self, addresses: Mapping[str, int] | None = None, **more: int) -> bytes:
+        """The parameter struct with these device addresses.
+
+        Parameters
+        ----------
+        addresses, **more : int
+            By the names of ``pointers``; lse of a forward and dlse may be left out or 0 (lse is
+            not written, dlse is 0).
+
+        Returns
+        -------
+        params : bytes
+            What each kernel takes by value.
+
+        Raises
+        ------
+        ArgumentError
+            A name is unknown, or missing.
+        """
+        given = {**(addresses or {}), **more}
+        optional = _OPTIONAL if self.op == "forward" else _OPTIONAL - {"lse"}
+        unknown = sorted(given.keys() - self.pointers.keys())
+        missing = [name for name in self.pointers if name not in given and name not in optional]
+        if unknown or missing:
+            got = f"unknown {unknown}" if unknown else f"no {missing}"
+            remedy = "pass a device address for each of them"
+            expected = f"addresses of {list(self.pointers)}"
+            raise ArgumentError(explain_argument("addresses", got, expected, remedy))
+        packed = bytearray(self._struct.pack(self._values).tobytes())
+        for name, address in given.items():
+            at = self.pointers[name]
+            packed[at : at + 8] = int(address).to_bytes(8, "little")
+        return bytes(packed)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write all that a C++ program needs into a folder, which is made if need be.
+
+        Parameters
+        ----------
+        folder : path
+            Gets ``<kernel name>.cubin`` and ``.cu`` of every kernel, ``cuattn_abi.h`` with the
+            structs, and ``cuattn_forward.h`` or ``cuattn_backward.h`` with the launches, the sizes
+            of the workspace, and the parameters without addresses (C++20).
+
+        Returns
+        -------
+        header : Path
+            The header of this pass.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for launch in self:
+            (folder / f"{launch.name}.cubin").write_bytes(launch.cubin)
+            (folder / f"{launch.name}.cu").write_text(launch.source, encoding="utf-8")
+        (folder / "cuattn_abi.h").write_text(host_header(), encoding="utf-8")
+        header = folder / f"cuattn_{self.op}.h"
+        header.write_text(self._header(), encoding="utf-8")
+        return header
+
+    def _header(self) -> str:
+        values = textwrap.fill(self._struct.literal(self._values), 96)
+        launches = [
+            f'    {{"{each.name}", "{each.name}.cubin", {each.grid[0]}, {each.block[0]}, '
+            f"{each.smem_bytes}}},"
+            for each in self
+        ]
+        sizes = [
+            f"constexpr std::size_t k{name.title().replace('_', '')}Bytes = {size};"
+            for name, size in self.workspace.items()
+        ]
+        return "\n".join(
+            [
+                f"// GENERATED by cuattn.kernels: the {self.op} of one call on {self.arch}.",
+                "#pragma once",
+                "",
+                '#include "cuattn_abi.h"',
+                "",
+                f"namespace cuattn::{self.op} {{",
+                "",
+                "// Bytes of each buffer beyond the arrays: set the pointer of that name.",
+                *sizes,
+                "",
+                "// In this order, on one stream, all with the same parameters.",
+                f"constexpr unsigned kNumLaunches = {len(self)};",
+                "constexpr Launch kLaunches[kNumLaunches + 1] = {  // and one to end them",
+                *launches,
+                "    {},",
+                "};",
+                "",
+                "// Everything but the addresses.",
+                f"constexpr {self.struct} kParams =",
+                f"{textwrap.indent(values, '    ')};",
+                "",
+                f"}}  // namespace cuattn::{self.op}",
+                "",
+            ]
+        )
+
+
+@takes_options
+def kernels(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array | None = None,
+    backward: bool = False,
+    wrt: Iterable[str] | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> Kernels:
+    """Give the kernels of a call of ``attention``, or of its backward, to be launched elsewhere.
+
+    Parameters
+    ----------
+    q, k, v, out : array
+        As in ``attention``: (batch, seqlen, heads, head_dim) or another layout. Shapes, dtypes and
+        strides count, no element is looked at; ``numpy.empty`` will do.
+    backward : bool
+        The kernels of the backward instead: out as the forward's, dout like out but C-contiguous,
+        lse and dlse (batch, heads_q, seqlen_q), C-contiguous too, as are the gradients.
+    wrt : collection of {"q", "k", "v"}, optional
+        The inputs that the backward differentiates; all of them by default.
+    device : str, optional
+        A CUDA target such as "sm_90a": its usual device is planned for, and needs not be there.
+        By default the arrays' own.
+    **options
+        As in ``attention``.
+
+    Returns
+    -------
+    kernels : Kernels
+        In the order of their launches, with workspace and parameters.
+
+    Raises
+    ------
+    ArgumentError, DTypeError, UnsupportedError
+        As in ``attention``, and where ``device`` is no target or the arrays are in host memory and
+        none is named.
+    CompileError
+        NVRTC is missing or refuses a kernel.
+
+    Notes
+    -----
+    ``cupy.RawModule`` compiles with ``-ftz=true`` whatever the options are: float32 numbers below
+    1.2e-38 become 0 there, as they do not in the cubin.
+
+    References
+    ----------
+    CUDA driver API, Execution Control: ``cuLaunchKernel``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> q = k = v = np.empty((2, 1024, 8, 64), np.float16)
+    >>> forward = cuattn.kernels(q, k, v, causal=True, device="sm_90a")
+    >>> len(forward), forward.struct, list(forward.pointers)
+    (1, 'FwdParams', ['q', 'k', 'v', 'out', 'lse'])
+    >>> len(forward.params(q=1 << 32, k=2 << 32, v=3 << 32, out=4 << 32))
+    232
+    """
+    check_flag("backward", backward)
+    q, k, v = taken("q", q), taken("k", k), taken("v", v)
+    if out is not None:
+        out = taken_to_write("out", out)
+    call = prepare(q, k, v, out, options_of("kernels", options))
+    if device is not None:
+        target = known_device(device)
+        for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if array is not None:
+                check_aligned(name, spec_of(array))
+    elif call.device is None:
+        got, remedy = "None with arrays in host memory", 'pass for example "sm_90a"'
+        raise ArgumentError(explain_argument("device", got, "a CUDA target", remedy))
+    else:
+        target = cuda_device(call.device)
+    problem = call.problem
+    if backward:
+        dout = contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
+        dlse = contiguous(call.lse_shape, call.lse_dtype)._replace(device=call.device)
+        problem = backward_call(call, dout, dlse, names_in(wrt)).problem
+    elif wrt is not None:
+        expected, remedy = "None for a forward", "pass backward=True too, or drop wrt"
+        raise ArgumentError(explain_argument("wrt", repr(wrt), expected, remedy))
+    return _kernels(plan_for(problem, target))
+
+
+def _kernels(plan: Plan) -> Kernels:
+    flags = CompileOptions(plan.device.arch).flags()
+    own = ("-arch=", "--ptxas-options=", "-ftz=")  # CuPy's, for reports, and overruled by CuPy
+    options = tuple(flag for flag in flags if not flag.startswith(own))
+    specs = (launch.kernel for launch in plan.launches)
+    cubins = {each.spec.name: each.compiled.cubin for each in build(specs, plan.device.arch)}
+    return Kernels(
+        plan,
+        (
+            KernelLaunch(
+                launch.kernel.name,
+                flattened(unit_of(launch.kernel)),
+                options,
+                cubins[launch.kernel.name],
+                (launch.grid, 1, 1),
+                (launch.kernel.num_threads, 1, 1),
+                launch.kernel.smem_bytes,
+            )
+            for launch in plan.launches
+        ),
+    )
