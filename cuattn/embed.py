@@ -30,6 +30,9 @@ from cuattn.planning.select import plan_for
 from cuattn.planning.validate import backward_call, contiguous, names_in
 from cuattn.precompile import build
 
+#: Pointers to what a call is given or gives; the others are its workspace.
+_ARRAYS = frozenset({"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"})
+
 #: Pointers that may be null: what they would hold is not written, or is 0.
 _OPTIONAL = frozenset({"lse", "dlse"})
 
@@ -180,9 +183,11 @@ class Kernels:
             f"{each.smem_bytes}}},"
             for each in self
         ]
+        buffers = [name for name in pointer_offsets(self._struct) if name not in _ARRAYS]
         sizes = [
-            f"constexpr std::size_t k{name.title().replace('_', '')}Bytes = {size};"
-            for name, size in self.workspace.items()
+            f"constexpr std::size_t k{name.title().replace('_', '')}Bytes = "
+            f"{self.workspace.get(name, 0)};"
+            for name in buffers
         ]
         return "\n".join(
             [
@@ -193,7 +198,7 @@ class Kernels:
                 "",
                 f"namespace cuattn::{self.op} {{",
                 "",
-                "// Bytes of each buffer beyond the arrays: set the pointer of that name.",
+                "// Bytes of each buffer beyond the arrays, aligned to 256: the pointer of that name.",
                 *sizes,
                 "",
                 "// In this order, on one stream, all with the same parameters.",

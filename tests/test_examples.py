@@ -5,13 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+#: What one needs beyond cuattn, and CuPy on a GPU.
+LIBRARIES = {"04_torch": "torch", "05_jax": "jax"}
 
 
 def run(path, **environment):
+    if path.stem in LIBRARIES:
+        needs.library(LIBRARIES[path.stem])
     return subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         cwd=ROOT,
@@ -30,7 +35,7 @@ def test_they_are_numbered_without_a_gap():
 def test_runs_on_numpy_arrays(path):
     done = run(path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    assert "numpy" in done.stdout
+    assert "arrays: numpy" in done.stdout
 
 
 @pytest.mark.gpu
@@ -38,4 +43,4 @@ def test_runs_on_numpy_arrays(path):
 def test_runs_on_cupy_arrays(path):
     done = run(path)
     assert done.returncode == 0, done.stderr
-    assert "cupy" in done.stdout
+    assert "arrays: cupy" in done.stdout or "arrays: device memory" in done.stdout

@@ -123,7 +123,7 @@ def test_an_array_that_looks_otherwise_is_refused(engine, name, kind):
     q, k, v, dout, _ = problem(engine)
     run = cuattn.plan(q, k, v, backward=True, **OPTIONS)
     run(q, k, v)
-    arrays = {"q": q, "k": k, "v": v, "out": engine.xp.empty_like(run.out), "dout": dout}
+    arrays = {"q": q, "k": k, "v": v, "out": engine.xp.zeros_like(run.out), "dout": dout}
     changed = LOOKS[kind](arrays[name])
     before = engine.asnumpy(run.out).copy()
 
@@ -169,8 +169,8 @@ def test_outputs_must_not_overlap_what_they_are_made_of(engine):
         ("out", "lse", lambda: run(q, q, q, out=first, lse=overlaid(memory, lse))),
         ("lse", "k", lambda: run(q, first, q, lse=overlaid(memory, lse))),
         ("dq", "dout", lambda: run.backward(gradients.dq)),
-        ("dk", "q", lambda: (run(gradients.dk, q, q), run.backward(out))),
         ("dv", "dlse", lambda: run.backward(None, overlaid(gradients.dv, lse))),
+        ("dk", "q", lambda: (run(gradients.dk, q, q), run.backward(out))),
     ]
     for written, other, call in calls:
         parts = (written, f"memory that {other} uses", "memory of its own", f"{other}.copy()")
