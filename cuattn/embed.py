@@ -198,7 +198,7 @@ class Kernels:
                 "",
                 f"namespace cuattn::{self.op} {{",
                 "",
-                "// Bytes of each buffer beyond the arrays, aligned to 256: the pointer of that name.",
+                "// Bytes of each buffer beyond the arrays, aligned to 256; 0: a null pointer.",
                 *sizes,
                 "",
                 "// In this order, on one stream, all with the same parameters.",

@@ -37,7 +37,15 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """Gradients by argument, each with its input's shape and dtype; None where not asked."""
+    """Gradients by argument, each with its input's shape and dtype; None where not asked.
+
+    Attributes
+    ----------
+    dq, dk, dv : array or None
+        Of q, k and v.
+    dbias, dalibi_slopes, dsinks : None
+        Of options that this version lacks.
+    """
 
     dq: Array | None = None
     dk: Array | None = None

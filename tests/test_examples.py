@@ -43,4 +43,4 @@ def test_runs_on_numpy_arrays(path):
 def test_runs_on_cupy_arrays(path):
     done = run(path)
     assert done.returncode == 0, done.stderr
-    assert "arrays: cupy" in done.stdout or "arrays: device memory" in done.stdout
+    assert "cupy" in done.stdout or "arrays: device memory" in done.stdout

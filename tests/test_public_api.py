@@ -1,7 +1,9 @@
 """The public names, their signatures as designed, and docstrings whose examples run."""
 
+import dataclasses
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 
@@ -106,7 +108,43 @@ def test_docstring_has_every_section_in_order(name):
     sections = ["Parameters", "Returns", "Raises", "References", "Examples"]
     places = [text.index(f"    {section}\n    {'-' * len(section)}\n") for section in sections]
     assert places == sorted(places)
-    assert "shape (" in text or "(batch, " in text or "shape and dtype" in text or "As in" in text
+    assert re.search(r"\(batch, |[Ss]hape", text), "no shapes"
+    assert re.search(r"dtype|float16|As in", text), "no dtypes"
+    assert "ArgumentError" in text
+
+
+METHODS = {
+    cuattn.Executable.__call__: ("Parameters", "Returns", "Raises"),
+    cuattn.Executable.backward: ("Parameters", "Returns", "Raises"),
+    cuattn.Kernels.params: ("Parameters", "Returns", "Raises"),
+    cuattn.Kernels.save: ("Parameters", "Returns"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__qualname__)
+def test_docstring_of_a_method_has_every_section_in_order(method):
+    places = [method.__doc__.index(f"        {name}\n") for name in METHODS[method]]
+    assert places == sorted(places)
+    parameters = [name for name in inspect.signature(method).parameters if name != "self"]
+    assert all(re.search(rf"\b{name}\b", method.__doc__) for name in parameters)
+
+
+@pytest.mark.parametrize(
+    "name", ["Executable", "Gradients", "KernelLaunch", "Kernels", "Residuals"]
+)
+def test_docstring_of_a_class_names_its_attributes(name):
+    kind = getattr(cuattn, name)
+    is_data = dataclasses.is_dataclass(kind)
+    fields = [field.name for field in dataclasses.fields(kind)] if is_data else []
+    assert all(re.search(rf"\b{field}\b", kind.__doc__) for field in fields)
+    assert "    Attributes\n    ----------\n" in kind.__doc__
+
+
+def test_docstrings_have_no_public_name_without_one():
+    for name in cuattn.__all__:
+        value = getattr(cuattn, name)
+        if inspect.isclass(value) or callable(value):
+            assert value.__doc__, name
 
 
 def test_docstring_of_attention_names_every_parameter():

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import needs
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -12,6 +13,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 @pytest.mark.parametrize("source", BLOCKS, ids=[f"block{i}" for i in range(1, len(BLOCKS) + 1)])
 def test_every_python_block_runs_on_its_own(source):
+    for library in re.findall(r"^import (torch|jax)$", source, re.MULTILINE):
+        needs.library(library)
+    if "cuattn.kernels(" in source:
+        needs.nvrtc()
     exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
 
 
