@@ -30,3 +30,15 @@ def library(name: str) -> ModuleType:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI must have {name}: {error}")
         pytest.skip(str(error))
+
+
+def gpus(count: int) -> ModuleType:
+    """CuPy; skip the calling test where there are fewer devices."""
+    try:
+        cupy = importlib.import_module("cupy")
+        found = cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # noqa: BLE001 - no CuPy, no driver and no device all mean none
+        found = 0
+    if found < count:
+        pytest.skip(f"needs {count} GPUs")
+    return cupy
