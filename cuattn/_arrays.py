@@ -72,6 +72,14 @@ def spec_of(array: Array) -> ArraySpec:
     return _spec((array.shape, array.strides, array.dtype, memory.device_id, misaligned))
 
 
+def normal(spec: ArraySpec) -> ArraySpec:
+    """The spec without the strides that no element moves by."""
+    if 0 in spec.shape:
+        return spec._replace(strides=())
+    pairs = zip(spec.shape, spec.strides, strict=True)
+    return spec._replace(strides=tuple(stride if n > 1 else 0 for n, stride in pairs))
+
+
 def check_dtype(name: str, spec: ArraySpec) -> str:
     """The dtype's name, or DTypeError for one that cuattn does not compute in."""
     known = DTYPE_NAMES.get(spec.dtype)

@@ -44,6 +44,7 @@ def taken(name: str, array: object) -> Array:
     if cupy is not None and isinstance(array, cupy.ndarray):
         _NATIVE.add(type(array))
         return array
+    array = _without_gradient(array)
     refusal = _why_no_array(name, array)
     if refusal is not None:
         raise DTypeError(explain_argument(name, *refusal))
@@ -55,7 +56,7 @@ def taken(name: str, array: object) -> Array:
         if isinstance(error, DTypeError):
             raise
         got = f"{_type_of(array)}, which its library does not share ({error})"
-        remedy = f"pass a plain array of numbers, such as {name}.detach() or {name}.copy()"
+        remedy = "pass a dense array in memory, from outside of transforms such as torch.func"
         raise DTypeError(explain_argument(name, got, EXPECTED, remedy)) from error
 
 
@@ -69,12 +70,22 @@ def taken_to_write(name: str, array: object) -> Array:
     DTypeError
         As ``taken``.
     """
+    array = _without_gradient(array)
     native = taken(name, array)
     if native is not array and not _is_writable(native, array):
         got = f"a read-only array, {_type_of(array)}"
         expected = "an array that may be written"
         raise ArgumentError(explain_argument(name, got, expected, NEW_OUT))
     return native
+
+
+def _without_gradient(array: Any) -> Any:
+    """The array, or what it holds, where torch records no gradients (torch.no_grad)."""
+    if getattr(array, "requires_grad", False) is True:
+        torch = sys.modules.get("torch")
+        if torch is not None and not torch.is_grad_enabled():
+            return array.detach()
+    return array
 
 
 def _type_of(array: object) -> str:
@@ -94,7 +105,14 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
     if isinstance(array, np.ndarray):
         return None
     if any("Tracer" in base.__name__ for base in type(array).__mro__):
-        remedy = "call cuattn outside of the traced function (jit, vmap)"
+        remedy = (
+            "call cuattn outside of the traced function (jit, vmap), and for jax.grad through a "
+            "jax.custom_vjp as in examples/05_jax.py"
+        )
+        return got, "an array with values", remedy
+    if any(base.__name__ == "FakeTensor" for base in type(array).__mro__):
+        # why not left to DLPack: it would give the memory of another array, or none
+        remedy = "keep cuattn out of what is compiled, with torch.compiler.disable"
         return got, "an array with values", remedy
     if getattr(array, "requires_grad", False) is True:
         got += " with requires_grad=True"
@@ -103,12 +121,17 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
             "examples/04_torch.py does"
         )
         return got, "an array without a gradient of its own", remedy
-    if getattr(array, "is_neg", bool)():  # torch's views of a conjugate: DLPack loses the sign
+    is_neg = getattr(array, "is_neg", None)  # torch's views of a conjugate: DLPack loses the sign
+    if is_neg is not None and is_neg():
         return f"{got} with the negative bit set", EXPECTED, f"pass {name}.resolve_neg()"
     if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
         return None
     if name == "out":  # a conversion would take the result and be dropped
         return got, EXPECTED, NEW_OUT
+    if name in ("dout", "dlse") and isinstance(array, (int, float)):
+        return got, EXPECTED, f"pass an array of its shape, such as numpy.full_like({name[1:]}, 1)"
+    if not isinstance(array, (list, int, float)):
+        return got, EXPECTED, "pass an array"
     return got, EXPECTED, f"convert with numpy.asarray({name}) or cupy.asarray({name})"
 
 

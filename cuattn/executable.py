@@ -18,6 +18,7 @@ from cuattn._arrays import (
     ArraySpec,
     byte_bounds,
     check_writable,
+    normal,
     on_device,
     share_memory,
     spec_of,
@@ -157,6 +158,7 @@ class Executable:
                 gradient = getattr(self.gradients, name)
                 if gradient is not None:
                     self._own[name], self._specs[name] = gradient, spec_of(gradient)
+        self._apart: set[tuple[object, ...]] = set()
         self._bounds = {name: byte_bounds(spec) for name, spec in self._specs.items()}
         self._stream: Any = None
         self._workspace, self._zero = self._on_the_device()
@@ -206,6 +208,8 @@ class Executable:
             No array.
         """
         arrays = {"q": taken("q", q), "k": taken("k", k), "v": taken("v", v)}
+        for name, array in arrays.items():
+            self._check_looks(name, array)
         if lse is not None and "lse" not in self._own:
             expected, remedy = "None, for none was planned", "plan with return_lse=True"
             raise ArgumentError(explain_argument("lse", "an array", expected, remedy))
@@ -213,13 +217,10 @@ class Executable:
             if given is not None:
                 arrays[name] = taken_to_write(name, given)
                 check_writable(name, arrays[name])
+                self._check_looks(name, arrays[name])
             elif name in self._own:
                 arrays[name] = self._own[name]
-        for name, array in arrays.items():
-            self._check_looks(name, array)
-        for name in ("out", "lse"):
-            if name in arrays:
-                self._check_apart(name, arrays[name], arrays)
+        self._check_apart(("out", "lse"), arrays)
         call = self._call
         with on_device(call.device):
             self._check_stream()
@@ -278,9 +279,7 @@ class Executable:
                 arrays[name] = taken(name, given)
                 self._check_looks(name, arrays[name])
         own = self._own
-        for name in ("dq", "dk", "dv"):
-            if name in own:
-                self._check_apart(name, own[name], arrays)
+        self._check_apart(("dq", "dk", "dv"), arrays)
         backward, call = self._backwards[dout is not None, dlse is not None], self._call
         with on_device(call.device):
             self._check_stream()
@@ -312,31 +311,47 @@ class Executable:
                 stream.synchronize()
         self._stream = None
 
+    def __repr__(self) -> str:
+        passes = "forward and backward" if self._backwards else "forward"
+        looks = ", ".join(f"{name} {self._specs[name].shape}" for name in "qkv")
+        return f"<cuattn.Executable: {passes} of {looks}, {self._call.problem.dtype}>"
+
     def _workspace_address(self) -> int:
         return 0 if self._workspace is None else self._workspace.ptr
 
     def _check_looks(self, name: str, array: Array) -> None:
         """As planned in shape, dtype, device and strides, but those that no element moves by."""
         spec, planned = spec_of(array), self._specs[name]
-        if spec == planned or _normal(spec) == _normal(planned):
+        if spec == planned or normal(spec) == normal(planned):
             return
-        expected = f"{_look(planned)}, as planned"
-        raise ArgumentError(explain_argument(name, _look(spec), expected, "make a plan for it"))
+        remedy = "make a plan for it"
+        if name in ("dout", "dlse", "lse") and spec._replace(strides=planned.strides) == planned:
+            remedy = f"pass it in C order: numpy.ascontiguousarray({name}), or CuPy's"
+        got, expected = _look(spec), f"{_look(planned)}, as planned"
+        raise ArgumentError(explain_argument(name, got, expected, remedy))
 
-    def _check_apart(self, name: str, array: Array, others: dict[str, Array]) -> None:
-        """What is written shares no memory with any of the others."""
-        low, high = self._span(name, array)
-        for other, read in others.items():
-            begin, end = self._span(other, read)
-            if other != name and begin < high and low < end and share_memory(array, read):
-                got, expected = f"memory that {other} uses too", "memory of its own"
-                remedy = f"pass {other}.copy(), or another array to write"
-                raise ArgumentError(explain_argument(name, got, expected, remedy))
+    def _check_apart(self, written: tuple[str, ...], arrays: dict[str, Array]) -> None:
+        """What is written shares no memory with what else is there, nor with each other."""
+        # Looks are as planned, so the addresses tell; those of a loop come back.
+        key = (*arrays, *map(_address, arrays.values()))
+        if key in self._apart:
+            return
+        everything = {name: self._own[name] for name in written if name in self._own} | arrays
+        for name in written:
+            for other in everything:
+                if name != other and name in everything and self._meet(name, other, everything):
+                    got, expected = f"memory that {other} uses too", "memory of its own"
+                    remedy = f"pass {other}.copy(), or another array to write"
+                    raise ArgumentError(explain_argument(name, got, expected, remedy))
+        if len(self._apart) >= _REMEMBERED:
+            self._apart.clear()
+        self._apart.add(key)
 
-    def _span(self, name: str, array: Array) -> tuple[int, int]:
-        low, high = self._bounds[name]
-        at = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-        return at + low, at + high
+    def _meet(self, one: str, other: str, arrays: dict[str, Array]) -> bool:
+        (low, high), (begin, end) = self._bounds[one], self._bounds[other]
+        at, where = _address(arrays[one]), _address(arrays[other])
+        is_near = where + begin < at + high and at + low < where + end
+        return is_near and share_memory(arrays[one], arrays[other])
 
     def _check_stream(self) -> None:
         """The stream of the call before, for another would write the same memory at any time."""
@@ -355,15 +370,13 @@ class Executable:
 #: The handle of the stream that every thread has for itself.
 _PER_THREAD = 2
 
+#: Addresses of calls that are known not to overlap.
+_REMEMBERED = 256
 
-def _normal(spec: ArraySpec) -> ArraySpec:
-    """Without strides that no element moves by."""
-    if 0 in spec.shape:
-        return spec._replace(strides=())
-    moved = (
-        stride if length > 1 else 0 for length, stride in zip(spec.shape, spec.strides, strict=True)
-    )
-    return spec._replace(strides=tuple(moved))
+
+def _address(array: Array) -> int:
+    at: int = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    return at
 
 
 def _look(spec: ArraySpec) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cuattn._arrays import spec_of
+from cuattn._foreign import taken
 from cuattn._typing import Array
-from cuattn.planning.validate import ForwardCall
+from cuattn.planning.validate import ForwardCall, moved_call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +26,7 @@ class Residuals:
     lse : array, shape (batch, heads_q, seqlen_q) less the axes left out
         Natural log of the sum of exponentials of every row.
     call : ForwardCall
-        The checked call.
+        The checked call, which holds no array.
     """
 
     q: Array = field(repr=False)
@@ -32,7 +34,36 @@ class Residuals:
     v: Array = field(repr=False)
     out: Array = field(repr=False)
     lse: Array = field(repr=False)
-    call: ForwardCall
+    call: ForwardCall = field(repr=False)
+
+    @staticmethod
+    def rebuild(
+        call: ForwardCall, q: Array, k: Array, v: Array, out: Array, lse: Array
+    ) -> Residuals:
+        """Residuals of a call whose arrays were kept elsewhere, as frameworks keep them.
+
+        Parameters
+        ----------
+        call : ForwardCall
+            ``residuals.call`` of what ``attention_forward`` returned.
+        q, k, v, out, lse : array
+            The elements of those residuals, in the same or other memory: shapes, dtypes and device
+            as there. Strides may differ, but those of lse, which is C-contiguous.
+
+        Returns
+        -------
+        residuals : Residuals
+            For ``attention_backward``.
+
+        Raises
+        ------
+        ArgumentError, DTypeError
+            An array does not fit; the message names it.
+        """
+        q, k, v, out = taken("q", q), taken("k", k), taken("v", v), taken("out", out)
+        lse = taken("lse", lse)
+        moved = moved_call(call, *map(spec_of, (q, k, v, out, lse)))
+        return Residuals(q, k, v, out, lse, moved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -241,7 +241,7 @@ WRONG_BACKWARD = {
     "dout-ndim": (ArgumentError, "dout", {"dout": ones(5)}, "(2, 6, 4, 5) like out"),
     "dout-dtype": (DTypeError, "dout", {"dout": ones(2, 6, 4, 5, dtype="f8")}, "float32 like out"),
     "dout-list": (DTypeError, "dout", {"dout": [1.0]}, "numpy.asarray"),
-    "dout-scalar": (DTypeError, "dout", {"dout": 1.0}, "numpy.asarray"),
+    "dout-scalar": (DTypeError, "dout", {"dout": 1.0}, "numpy.full_like(out, 1)"),
     "dlse-shape": (ArgumentError, "dlse", {"dlse": ones(2, 6, 4)}, "(2, 4, 6) like lse"),
     "dlse-dtype": (DTypeError, "dlse", {"dlse": ones(2, 4, 6, dtype="f2")}, "float32 like lse"),
     "dlse-list": (DTypeError, "dlse", {"dlse": [1.0]}, "numpy.asarray"),

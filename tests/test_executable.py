@@ -135,7 +135,8 @@ def test_an_array_that_looks_otherwise_is_refused(engine, name, kind):
             run(given["q"], given["k"], given["v"], out=given["out"])
 
     got = f"shape {changed.shape}, dtype {changed.dtype}, strides {changed.strides}"
-    refused(cuattn.ArgumentError, name, got, "as planned", "make a plan", run=call)
+    remedy = "ascontiguousarray" if (name, kind) == ("dout", "strides") else "make a plan"
+    refused(cuattn.ArgumentError, name, got, "as planned", remedy, run=call)
     assert same_bits(engine.asnumpy(run.out), before)
 
 

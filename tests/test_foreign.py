@@ -130,10 +130,37 @@ def test_a_tensor_that_records_gradients_is_told_how_to_go_on():
     run = lambda: cuattn.attention(q, q, q)  # noqa: E731
     refused(cuattn.DTypeError, "q", "requires_grad", "q.detach()", "examples/04_torch.py", run=run)
     out, vjp = cuattn.attention_vjp(q.detach(), q.detach(), q.detach())
-    with torch.no_grad():
-        refused(cuattn.DTypeError, "q", "requires_grad", ".detach()", run=run)
+    with torch.no_grad():  # nothing is recorded there, so nothing is lost
+        assert same_bits(cuattn.attention(q, q, q), out)
+        mine = torch.empty_like(q).requires_grad_()
+        assert cuattn.attention(q, q, q, out=mine) is mine
+        assert same_bits(mine.numpy(), out)
     refused(cuattn.DTypeError, "dout", "requires_grad", "dout.detach()", run=lambda: vjp(q))
     assert same_bits(vjp(out).dv, vjp(to_torch(out)).dv)
+
+
+def test_a_tensor_without_numbers_is_told_where_to_call():
+    """Those of torch.compile: DLPack would give whatever memory holds."""
+    needs.library("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = needs.library("torch").ones(SHAPES[0])
+    parts = ("q", "FakeTensor", "torch.compiler.disable")
+    refused(cuattn.DTypeError, *parts, run=lambda: cuattn.attention(q, q, q))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_transform_of_torch_is_told_where_to_call(transform):
+    torch = needs.library("torch")
+
+    def call(q):
+        return torch.from_dlpack(cuattn.attention(q.detach(), q.detach(), q.detach())).sum()
+
+    with pytest.raises(cuattn.DTypeError, match=r"does not share .* outside of transforms"):
+        getattr(torch.func, transform)(call)(
+            torch.ones((2, *SHAPES[0]) if transform == "vmap" else SHAPES[0])
+        )
 
 
 @pytest.mark.parametrize("transform", ["jit", "vmap", "grad"])

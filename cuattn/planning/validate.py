@@ -24,6 +24,7 @@ from cuattn._arrays import (
     check_together,
     layout_for,
     listed,
+    normal,
     overlaps_itself,
     parse_dtype,
 )
@@ -149,6 +150,29 @@ def forward_call(
         new_lse=NewArrays.of(q.device, its_lse),
         new_out_and_lse=NewArrays.of(q.device, its_out, its_lse),
     )
+
+
+@remembered
+def moved_call(
+    call: ForwardCall, q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec, lse: ArraySpec
+) -> ForwardCall:
+    """The same call of arrays that may have other strides, all but lse."""
+    given = {"q": (q, call.q), "k": (k, call.k), "v": (v, call.v)}
+    given["out"] = out, contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
+    given["lse"] = lse, contiguous(call.lse_shape, call.lse_dtype)._replace(device=call.device)
+    for name, (spec, like) in given.items():
+        check_together(name, spec, "the residuals'", like)
+        check_like(name, spec, like.shape, like.dtype, " as in the residuals", "pass what was kept")
+    if normal(lse) != normal(given["lse"][1]):
+        remedy = "pass numpy.ascontiguousarray(lse), or CuPy's"
+        raise ArgumentError(explain_argument("lse", f"strides {lse.strides}", "C order", remedy))
+    layout = call.layout
+    layouts = Layouts(
+        _strides(layout, q), _strides(layout, k), _strides(layout, v), _strides(layout, out)
+    )
+    if layouts == call.problem.layouts:
+        return call
+    return replace(call, problem=replace(call.problem, layouts=layouts), q=q, k=k, v=v)
 
 
 @remembered
