@@ -118,7 +118,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
         yield "CuPy", cupy.__version__
     except ImportError as error:
-        yield "CuPy", f'missing ({error}); pip install "cuattn[cuda13]", or [cuda12]'
+        yield "CuPy", f'missing ({error}); pip install "cupy-cuda13x[ctk]", or cupy-cuda12x'
     try:
         version = ".".join(map(str, nvrtc_version()))
         targets = [arch for arch in supported_archs() if arch in KNOWN]

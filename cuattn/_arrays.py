@@ -93,8 +93,11 @@ def check_dtype(name: str, spec: ArraySpec) -> str:
         remedy = "attention of complex numbers has no softmax; pass real arrays"
     elif spec.dtype.kind in "SUMm":
         remedy = "pass an array of real numbers"
+    elif spec.dtype == np.uint16:
+        remedy = f"pass {name}.view('bfloat16') if these are its bits, or convert to a float dtype"
     else:
-        remedy = f"convert with {name}.astype('float32')"
+        is_wide = spec.dtype.itemsize >= np.dtype("int64").itemsize
+        remedy = f"convert with {name}.astype({'float64' if is_wide else 'float32'!r})"
     raise DTypeError(explain_argument(name, f"dtype {spec.dtype}", expected, remedy))
 
 
@@ -103,6 +106,8 @@ def parse_dtype(name: str, asked: Any, default: str, allowed: Iterable[str]) -> 
     if asked is None:
         return default
     try:
+        if type(asked).__module__ == "torch":
+            asked = str(asked).removeprefix("torch.")
         known = DTYPE_NAMES.get(np.dtype(asked))
     except (TypeError, ValueError, SyntaxError):  # NumPy parses text of many forms
         known = None
@@ -245,20 +250,21 @@ class Layout:
 LAYOUTS = {letters: Layout(letters) for letters in ("bshd", "bhsd", "shd", "hsd", "bsd", "sd")}
 
 
-def layout_for(layout: object, name: str, ndim: int) -> Layout:
-    """The layout of an array of that many axes, or an error that lists those there are."""
+def layout_for(layout: object, name: str, shape: tuple[int, ...]) -> Layout:
+    """The layout of an array of that shape, or an error that lists those there are."""
     known = LAYOUTS.get(layout) if isinstance(layout, str) else None
     if known is None:
         error = ArgumentError if isinstance(layout, str) else DTypeError
         expected = f"one of {', '.join(LAYOUTS)}"
         remedy = "name the axes of q, k and v: b batch, s sequence, h heads, d dim"
         raise error(explain_argument("layout", repr(layout), expected, remedy))
+    ndim = len(shape)
     if len(known.letters) == ndim:
         return known
     fitting = [repr(letters) for letters in LAYOUTS if len(letters) == ndim]
     remedy = f"pass layout={listed(fitting)}" if fitting else "reshape to 2, 3 or 4 axes"
     expected = f"{len(known.letters)} axes for layout={layout!r}"
-    raise ArgumentError(explain_argument(name, f"{ndim} axes", expected, remedy))
+    raise ArgumentError(explain_argument(name, f"shape {shape}, {ndim} axes", expected, remedy))
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:

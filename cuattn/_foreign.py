@@ -166,7 +166,7 @@ def _cupy(name: str, array: object) -> Any:
         import cupy
     except ImportError as error:
         got, expected = f"{_type_of(array)} in CUDA memory", "CuPy, which computes there"
-        remedy = 'pip install "cuattn[cuda13]" (or "cuattn[cuda12]" for a CUDA 12 driver)'
+        remedy = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]" for a CUDA 12 driver)'
         raise DTypeError(explain_argument(name, got, expected, remedy)) from error
     return cupy
 

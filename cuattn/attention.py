@@ -10,14 +10,18 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from cuattn import execute
 from cuattn._arrays import check_destination, on_device, spec_of
 from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
 from cuattn.errors import DTypeError, explain_argument
-from cuattn.planning.options import NOT_GIVEN, Options
+from cuattn.planning.options import (
+    NOT_GIVEN,
+    Options,
+    check_flag,
+    explains_keywords,
+    options_of,
+)
 from cuattn.planning.validate import ForwardCall, backward_call, forward_call, names_in
 from cuattn.residuals import Gradients, Residuals
 
@@ -65,6 +69,7 @@ def _forward(
     return (out if given is None else given), (q, k, v, out, lse, call)
 
 
+@explains_keywords
 def attention(
     q: Array,
     k: Array,
@@ -195,21 +200,6 @@ def attention(
     )
     out, kept = _forward(q, k, v, out, options, keep_lse=bool(return_lse))
     return (out, kept[4]) if return_lse else out
-
-
-def options_of(function: str, given: dict[str, Any]) -> Options:
-    """The options given by name, or Python's own error for one that does not exist."""
-    for name in given:
-        if name not in Options._fields:
-            hint = "; lse is in the residuals" if name == "return_lse" else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-    return Options(**given)
-
-
-def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
-    if not isinstance(value, (bool, np.bool)):
-        raise DTypeError(explain_argument(name, repr(value), "True or False", "pass a bool"))
 
 
 def takes_options(function: Callable[P, T]) -> Callable[P, T]:

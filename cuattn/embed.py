@@ -19,12 +19,13 @@ from cuattn.abi import structs
 from cuattn.abi.emit import host_header
 from cuattn.abi.template import pointer_offsets
 from cuattn.abi.types import Struct
-from cuattn.attention import check_flag, options_of, prepare, takes_options
+from cuattn.attention import prepare, takes_options
 from cuattn.errors import ArgumentError, explain_argument
 from cuattn.execute import cuda_device, unit_of
 from cuattn.jit.compile import CompileOptions
 from cuattn.jit.source import flattened
 from cuattn.planning.device import known_device
+from cuattn.planning.options import check_flag, options_of
 from cuattn.planning.plan import ITEMSIZE, Plan, parameters
 from cuattn.planning.select import plan_for
 from cuattn.planning.validate import backward_call, contiguous, names_in

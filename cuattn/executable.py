@@ -25,8 +25,9 @@ from cuattn._arrays import (
 )
 from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
-from cuattn.attention import check_flag, options_of, prepare, takes_options
+from cuattn.attention import prepare, takes_options
 from cuattn.errors import ArgumentError, explain_argument
+from cuattn.planning.options import check_flag, options_of
 from cuattn.planning.validate import BackwardCall, ForwardCall, backward_call, contiguous, names_in
 from cuattn.residuals import Gradients
 

@@ -10,10 +10,11 @@ from cuattn import execute
 from cuattn._arrays import check_aligned, spec_of
 from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
-from cuattn.attention import check_flag, options_of, prepare, takes_options
+from cuattn.attention import prepare, takes_options
 from cuattn.cpu.heads import Visible, split
-from cuattn.errors import CompileError, DTypeError, explain_argument
-from cuattn.planning.device import Device, known_device
+from cuattn.errors import CompileError
+from cuattn.planning.device import known_device
+from cuattn.planning.options import check_flag, options_of
 from cuattn.planning.plan import ITEMSIZE, Launch, Plan
 from cuattn.planning.problem import AttentionProblem, Strides
 from cuattn.planning.schedule import num_visible
@@ -91,7 +92,7 @@ def explain(
     call = prepare(q, k, v, out, options_of("explain", options))
     problems = both_passes(call)
     if device is not None:
-        target = _known_device(device)
+        target = known_device(device)
         for name, spec in (("q", call.q), ("k", call.k), ("v", call.v)):
             check_aligned(name, spec)  # which host arrays need not be
         if out is not None:
@@ -113,13 +114,6 @@ def both_passes(call: ForwardCall) -> tuple[AttentionProblem, AttentionProblem]:
 
 def _joined(texts: Iterable[Iterable[str]]) -> str:
     return "\n\n".join("\n".join(lines) for lines in texts)
-
-
-def _known_device(device: object) -> Device:
-    if not isinstance(device, str):
-        got, expected = f"{device!r} of type {type(device).__name__}", "None or a CUDA target"
-        raise DTypeError(explain_argument("device", got, expected, 'for example "sm_90a"'))
-    return known_device(device)
 
 
 def _registers(plans: list[Plan]) -> tuple[dict[str, Built], str]:

@@ -267,7 +267,7 @@ def _check_parts(parts: list[Part], layout: str) -> Layout:
     first_out, first_lse = parts[0]
     out, lse = spec_of(first_out), spec_of(first_lse)
     wide = ACCUMULATOR[check_dtype("parts[0][0]", out)]
-    known = layout_for(layout, "parts[0][0]", len(out.shape))
+    known = layout_for(layout, "parts[0][0]", out.shape)
     batch, seqlen, heads, _ = known.canonical(out.shape, 1)
     lse_shape = known.own_lse((batch, heads, seqlen))
     _check_part("parts[0][0]", first_out, out, out.shape, out.dtype)

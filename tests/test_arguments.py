@@ -57,13 +57,15 @@ BAD_DTYPES = {
     "int32": (np.int32, ".astype('float32')"),
     "uint8": (np.uint8, ".astype('float32')"),
     "bool": (np.bool, ".astype('float32')"),
-    "object": (object, ".astype('float32')"),
+    "object": (object, ".astype('float64')"),
+    "int64": (np.int64, ".astype('float64')"),
+    "uint16": (np.uint16, ".view('bfloat16')"),
     "float8": (ml_dtypes.float8_e4m3fn, ".astype('float32')"),
     "structured": ([("x", "f4")], ".astype('float32')"),
     "non-native": (np.dtype("f4").newbyteorder(), "newbyteorder('=')"),
 }
 if np.dtype(np.longdouble) != np.dtype(np.float64):
-    BAD_DTYPES["longdouble"] = (np.longdouble, ".astype('float32')")
+    BAD_DTYPES["longdouble"] = (np.longdouble, ".astype('float64')")
 
 
 @pytest.mark.parametrize("kind", BAD_ARRAYS)

@@ -72,7 +72,7 @@ def test_info_without_cupy_says_what_to_install():
     )
     said = facts(run.stdout)
     assert said["CuPy"].startswith("missing (")
-    assert "cuattn[cuda13]" in said["CuPy"]
+    assert "cupy-cuda13x[ctk]" in said["CuPy"]
     assert said["NVRTC"].startswith("missing: ")
     assert said["devices"].startswith("none: CuPy is not importable")
 

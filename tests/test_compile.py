@@ -145,7 +145,7 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(compiling, "import_module", missing)
     compiling._nvrtc.cache_clear()
     try:
-        with pytest.raises(CompileError, match=r"cuattn\[cuda13\].*cuattn\[cuda12\]"):
+        with pytest.raises(CompileError, match=r"cupy-cuda13x\[ctk\].*cupy-cuda12x\[ctk\]"):
             compiling.nvrtc_version()
     finally:
         compiling._nvrtc.cache_clear()

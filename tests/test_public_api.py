@@ -178,10 +178,38 @@ def test_import_needs_neither_cupy_nor_a_gpu():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+WITH_OPTIONS = ["attention", "attention_forward", "attention_vjp", "explain", "kernels", "plan"]
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
 @pytest.mark.parametrize(
-    "name", ["attention_forward", "attention_vjp", "explain", "kernels", "plan"]
+    ("given", "meant"),
+    [
+        ("causl", "pass causal="),
+        ("is_causal", "pass causal="),
+        ("scale", "pass softmax_scale="),
+        ("attn_mask", "pass mask= "),
+        ("enable_gqa", "k and v may have fewer heads"),
+        ("nonsense", "'nonsense'$"),
+    ],
 )
-def test_an_unknown_option_is_named_with_its_function(name):
+def test_an_unknown_option_is_named_with_its_function_and_what_may_be_meant(name, given, meant):
     x = np.ones((1, 2, 1, 2), np.float32)
-    with pytest.raises(TypeError, match=f"{name}.*'causl'"):
-        getattr(cuattn, name)(x, x, x, causl=True)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got .*'{given}'") as caught:
+        getattr(cuattn, name)(x, x, x, **{given: True})
+    assert re.search(meant, str(caught.value))
+    assert not isinstance(caught.value, cuattn.DTypeError)
+
+
+def test_residuals_of_a_forward_hold_lse():
+    x = np.ones((1, 2, 1, 2), np.float32)
+    with pytest.raises(TypeError, match="lse is in the residuals"):
+        cuattn.attention_forward(x, x, x, return_lse=True)
+
+
+def test_other_errors_of_attention_are_its_own():
+    x = np.ones((1, 2, 1, 2), np.float32)
+    with pytest.raises(TypeError, match="'k'"):
+        cuattn.attention(x)
+    with pytest.raises(cuattn.DTypeError, match="causal"):
+        cuattn.attention(x, x, x, causal="yes")

@@ -93,7 +93,10 @@ class Compiled:
 @cache
 def _nvrtc() -> ModuleType:
     """CuPy's binding, with NVRTC loaded."""
-    remedy = 'pip install "cuattn[cuda13]" (or "cuattn[cuda12]" for a CUDA 12 driver) brings both'
+    remedy = (
+        'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]" for a CUDA 12 driver) brings CuPy '
+        "and NVRTC; kernels are compiled without a GPU too"
+    )
     try:
         nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError as error:
@@ -103,6 +106,8 @@ def _nvrtc() -> ModuleType:
     # why so wide: where the library is missing, CuPy's loader raises RuntimeError, OSError or
     # AssertionError, by version and platform
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            remedy = "CuPy uses that place: set CUPY_CACHE_DIR to a folder that can be written"
         raise CompileError(f"NVRTC: does not load ({error}); {remedy}") from error
     return nvrtc
 
@@ -154,11 +159,11 @@ def _choose_arch(
         return _target(max(fitting))
     have = f"sm_{major}{minor}: NVRTC {version[0]}.{version[1]} compiles for sm_{min(supported)}"
     if major * 10 + minor < min(supported):
-        remedy = 'the device is older: install "cuattn[cuda12]", whose NVRTC still knows it'
+        remedy = 'the device is older: install "cupy-cuda12x[ctk]", whose NVRTC still knows it'
         if version[0] < 13:
             remedy = "the device is older than every CUDA version that cuattn supports"
     else:
-        remedy = "the device is newer: install a newer CuPy and NVRTC (extra cuda13)"
+        remedy = "the device is newer: install a newer CuPy and NVRTC"
     raise CompileError(f"{have} to sm_{max(supported)}; {remedy}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuattn.errors import ArgumentError, explain_argument
+from cuattn.errors import ArgumentError, DTypeError, explain_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,19 @@ KNOWN = {
 }
 
 
-def known_device(arch: str) -> Device:
+def known_device(arch: object) -> Device:
     """The usual device of a target such as "sm_90a" ("sm_90" is taken for it too).
 
     Raises
     ------
     ArgumentError
         The target is unknown; the message lists those there are.
+    DTypeError
+        It is no string.
     """
+    if not isinstance(arch, str):
+        got, expected = f"{arch!r} of type {type(arch).__name__}", "a CUDA target"
+        raise DTypeError(explain_argument("device", got, expected, 'for example "sm_90a"'))
     device = KNOWN.get(arch) or KNOWN.get(arch + "a")
     if device is None:
         expected = f"one of {', '.join(KNOWN)}"

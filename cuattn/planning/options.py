@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import numbers
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from cuattn._arrays import listed
 from cuattn.errors import ArgumentError, DTypeError, UnsupportedError, explain_argument
 from cuattn.planning.problem import Band
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _NotGiven(int):
@@ -59,6 +66,62 @@ UNSUPPORTED = (
     "arrays",
     "precision",
 )
+
+
+#: What options are called elsewhere, and what to do about it here.
+_ELSEWHERE = {
+    "is_causal": "causal=",
+    "scale": "softmax_scale=",
+    "sm_scale": "softmax_scale=",
+    "attn_mask": "mask= (not available yet)",
+    "attn_bias": "bias= (not available yet)",
+    "window_size": "window= (not available yet)",
+    "enable_gqa": "nothing: k and v may have fewer heads than q",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+}
+
+
+def _unknown_option(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """Python's own error for a keyword that does not exist, with what may have been meant."""
+    near = difflib.get_close_matches(name, known, 1)
+    meant = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else "")
+    hint = f"; pass {meant}" if meant else ""
+    if name == "return_lse" and not near:
+        hint = "; lse is in the residuals"
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def explains_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Have Python's error for an unknown keyword say what may have been meant."""
+    known = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            for name in kwargs:
+                if name not in known:
+                    raise _unknown_option(function.__name__, name, known) from None
+            raise
+
+    return call
+
+
+def options_of(function: str, given: dict[str, Any]) -> Options:
+    """The options given by name, or Python's own error for one that does not exist."""
+    for name in given:
+        if name not in Options._fields:
+            raise _unknown_option(function, name, Options._fields)
+    return Options(**given)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, (bool, np.bool)):
+        raise DTypeError(explain_argument(name, repr(value), "True or False", "pass a bool"))
 
 
 def check_options(options: Options) -> None:
@@ -129,8 +192,8 @@ def read_band(options: Options, seqlen_q: int, seqlen_k: int) -> Band:
                 "causal",
                 f"seqlen_q {seqlen_q} and seqlen_k {seqlen_k} without positions",
                 "align or q_offset/k_offset where the lengths differ",
-                "pass align='bottom_right' (as FlashAttention), align='top_left' (as torch SDPA) "
-                "or q_offset=, the position of the first row",
+                "pass align='bottom_right' (as FlashAttention), align='top_left' (as torch SDPA), "
+                "or q_offset= and, for a piece of a longer key space, k_offset=, where they begin",
             )
         )
     return Band.clamped(None, q_offset - k_offset, seqlen_q, seqlen_k)

@@ -106,7 +106,7 @@ def forward_call(
         check_together(name, spec, "q", q)
         check_dtype(name, spec)
         check_like(name, spec, spec.shape, q.dtype, " like q", "")
-    layout = layout_for(options.layout, "q", len(q.shape))
+    layout = layout_for(options.layout, "q", q.shape)
     batch, seqlen_q, heads_q, head_dim = layout.canonical(q.shape, 1)
     seqlen_k, heads_kv, head_dim_v = _check_shapes(layout, q, k, v)
     check_options(options)
