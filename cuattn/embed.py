@@ -6,13 +6,15 @@ needs neither CuPy nor Python when it runs.
 
 from __future__ import annotations
 
+import operator
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from cuattn._arrays import check_aligned, spec_of
+from cuattn._arrays import ALIGNMENT, check_aligned, spec_of
 from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
 from cuattn.abi import structs
@@ -20,7 +22,7 @@ from cuattn.abi.emit import host_header
 from cuattn.abi.template import pointer_offsets
 from cuattn.abi.types import Struct
 from cuattn.attention import prepare, takes_options
-from cuattn.errors import ArgumentError, explain_argument
+from cuattn.errors import ArgumentError, DTypeError, explain_argument
 from cuattn.execute import cuda_device, unit_of
 from cuattn.jit.compile import CompileOptions
 from cuattn.jit.source import flattened
@@ -33,6 +35,8 @@ from cuattn.precompile import build
 
 #: Pointers to what a call is given or gives; the others are its workspace.
 _ARRAYS = frozenset({"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"})
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 #: Pointers that may be null: what they would hold is not written, or is 0.
 _OPTIONAL = frozenset({"lse", "dlse"})
@@ -100,6 +104,9 @@ class Kernels:
         used = {*arrays, *self.workspace}
         places = pointer_offsets(self._struct).items()
         self.pointers = {name: offset for name, offset in places if name in used}
+        of_out = dict.fromkeys(("out", "dout"), ITEMSIZE[problem.out_dtype])
+        of_rows = dict.fromkeys(("lse", "dlse"), size)
+        self._itemsizes = dict.fromkeys(arrays, ITEMSIZE[problem.dtype]) | of_out | of_rows
 
     def __repr__(self) -> str:
         names = ", ".join(each.name for each in self)
@@ -124,8 +131,8 @@ class Kernels:
         Parameters
         ----------
         addresses, **more : int
-            By the names of ``pointers``; lse of a forward and dlse may be left out or 0 (lse is
-            not written, dlse is 0).
+            By the names of ``pointers``; lse of a forward and dlse may be left out, None or 0 (lse
+            is not written, dlse is 0). Aligned to an element, those of the workspace to 256 bytes.
 
         Returns
         -------
@@ -135,12 +142,14 @@ class Kernels:
         Raises
         ------
         ArgumentError
-            A name is unknown, or missing.
+            A name is unknown or missing, or an address is none that a kernel can use.
+        DTypeError
+            An address is no integer.
         """
         given = {**(addresses or {}), **more}
         optional = _OPTIONAL if self.op == "forward" else _OPTIONAL - {"lse"}
         unknown = sorted(given.keys() - self.pointers.keys())
-        missing = [name for name in self.pointers if name not in given and name not in optional]
+        missing = [name for name in self.pointers if not given.get(name) and name not in optional]
         if unknown or missing:
             got = f"unknown {unknown}" if unknown else f"no {missing}"
             remedy = "pass a device address for each of them"
@@ -149,71 +158,111 @@ class Kernels:
         packed = bytearray(self._struct.pack(self._values).tobytes())
         for name, address in given.items():
             at = self.pointers[name]
-            packed[at : at + 8] = int(address).to_bytes(8, "little")
+            packed[at : at + 8] = self._address(name, address).to_bytes(8, "little")
         return bytes(packed)
 
-    def save(self, folder: str | Path) -> Path:
+    def _address(self, name: str, given: object) -> int:
+        try:
+            address = 0 if given is None else operator.index(given)  # type: ignore[arg-type]
+        except TypeError as error:
+            got, remedy = f"{given!r} of type {type(given).__name__}", "pass an int"
+            raise DTypeError(explain_argument(name, got, "a device address", remedy)) from error
+        alignment = ALIGNMENT if name in self.workspace else self._itemsizes[name]
+        if not 0 <= address < 1 << 64 or address % alignment:
+            got, expected = f"{address:#x}", f"a device address, a multiple of {alignment}"
+            raise ArgumentError(explain_argument(name, got, expected, "allocate it anew"))
+        return address
+
+    def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write all that a C++ program needs into a folder, which is made if need be.
 
         Parameters
         ----------
         folder : path
-            Gets ``<kernel name>.cubin`` and ``.cu`` of every kernel, ``cuattn_abi.h`` with the
-            structs, and ``cuattn_forward.h`` or ``cuattn_backward.h`` with the launches, the sizes
-            of the workspace, and the parameters without addresses (C++20).
+            Gets ``<kernel>.<arch>.cubin`` and ``.cu`` of every kernel, ``cuattn_abi.h`` with the
+            structs, and ``cuattn_<name>.h`` (C++20) with the namespace ``cuattn::<name>``: the
+            launches, the sizes of the workspace, and the parameters without addresses. Files of
+            those names are replaced.
+        name : str, optional
+            Tells several exports apart; "forward" or "backward" by default.
 
         Returns
         -------
         header : Path
             The header of this pass.
+
+        Raises
+        ------
+        ArgumentError
+            ``name`` is no C++ name in lower case, or ``folder`` is a file.
         """
+        name = self.op if name is None else name
+        if not _NAME.fullmatch(name):
+            expected = "lower-case letters, digits and _, a letter first"
+            raise ArgumentError(explain_argument("name", repr(name), expected, "rename it"))
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            remedy = "name another place"
+            raise ArgumentError(explain_argument("folder", folder, "a folder", remedy)) from error
         for launch in self:
-            (folder / f"{launch.name}.cubin").write_bytes(launch.cubin)
-            (folder / f"{launch.name}.cu").write_text(launch.source, encoding="utf-8")
+            stem = f"{launch.name}.{self.arch}"
+            (folder / f"{stem}.cubin").write_bytes(launch.cubin)
+            (folder / f"{stem}.cu").write_text(launch.source, encoding="utf-8")
         (folder / "cuattn_abi.h").write_text(host_header(), encoding="utf-8")
-        header = folder / f"cuattn_{self.op}.h"
-        header.write_text(self._header(), encoding="utf-8")
+        header = folder / f"cuattn_{name}.h"
+        header.write_text(self._header(name), encoding="utf-8")
         return header
 
-    def _header(self) -> str:
+    def _header(self, name: str) -> str:
         values = textwrap.fill(self._struct.literal(self._values), 96)
         launches = [
-            f'    {{"{each.name}", "{each.name}.cubin", {each.grid[0]}, {each.block[0]}, '
-            f"{each.smem_bytes}}},"
+            f'    Launch{{"{each.name}", "{each.name}.{self.arch}.cubin",\n'
+            f"           {each.grid[0]}, {each.block[0]}, {each.smem_bytes}}},"
             for each in self
         ]
-        buffers = [name for name in pointer_offsets(self._struct) if name not in _ARRAYS]
+        buffers = [each for each in pointer_offsets(self._struct) if each not in _ARRAYS]
         sizes = [
-            f"constexpr std::size_t k{name.title().replace('_', '')}Bytes = "
-            f"{self.workspace.get(name, 0)};"
-            for name in buffers
+            f"constexpr std::size_t k{each.title().replace('_', '')}Bytes = "
+            f"{self.workspace.get(each, 0)};"
+            for each in buffers
         ]
+        guard = f"CUATTN_{name.upper()}_H"
         return "\n".join(
             [
-                f"// GENERATED by cuattn.kernels: the {self.op} of one call on {self.arch}.",
-                "#pragma once",
+                f"// GENERATED by cuattn.kernels (MIT licence): the {self.op} of one call.",
+                f"#ifndef {guard}",
+                f"#define {guard}",
                 "",
                 '#include "cuattn_abi.h"',
                 "",
-                f"namespace cuattn::{self.op} {{",
+                f"namespace cuattn::{name} {{",
                 "",
-                "// Bytes of each buffer beyond the arrays, aligned to 256; 0: a null pointer.",
+                "// What the cubins run on: X.y on X.z with z >= y, but sm_90a on 9.0 alone.",
+                f'constexpr char kArch[] = "{self.arch}";',
+                "",
+                "// Bytes of an element of q, k, v and the gradients; of out and dout; of lse.",
+                f"constexpr std::size_t kItemsize = {self._itemsizes['q']};",
+                f"constexpr std::size_t kOutItemsize = {self._itemsizes['out']};",
+                f"constexpr std::size_t kLseItemsize = {self._itemsizes['lse']};",
+                "",
+                "// Bytes of each buffer beyond the arrays; 0: leave its pointer null. Calls one",
+                "// after another on a stream may share them, calls on two streams may not.",
                 *sizes,
                 "",
                 "// In this order, on one stream, all with the same parameters.",
-                f"constexpr unsigned kNumLaunches = {len(self)};",
-                "constexpr Launch kLaunches[kNumLaunches + 1] = {  // and one to end them",
+                f"constexpr std::array<Launch, {len(self)}> kLaunches = {{",
                 *launches,
-                "    {},",
                 "};",
                 "",
-                "// Everything but the addresses.",
+                f"// All but the addresses: {', '.join(self.pointers)}.",
                 f"constexpr {self.struct} kParams =",
                 f"{textwrap.indent(values, '    ')};",
                 "",
-                f"}}  // namespace cuattn::{self.op}",
+                f"}}  // namespace cuattn::{name}",
+                "",
+                "#endif",
                 "",
             ]
         )
@@ -237,7 +286,7 @@ def kernels(
     ----------
     q, k, v, out : array
         As in ``attention``: (batch, seqlen, heads, head_dim) or another layout. Shapes, dtypes and
-        strides count, no element is looked at; ``numpy.empty`` will do.
+        strides count, no element is looked at: ``numpy.empty`` will do.
     backward : bool
         The kernels of the backward instead: out as the forward's, dout like out but C-contiguous,
         lse and dlse (batch, heads_q, seqlen_q), C-contiguous too, as are the gradients.
@@ -264,6 +313,11 @@ def kernels(
 
     Notes
     -----
+    Shapes and gradients decide on kernels, grids and workspace together: for others, ask again. Of
+    the parameters the addresses, softmax_scale and the strides of q, k, v, out, dout and dlse may
+    be changed. No output may overlap an input, another output or the workspace. The workspace needs
+    no initialisation; calls one after another on a stream may share it.
+
     ``cupy.RawModule`` compiles with ``-ftz=true`` whatever the options are: float32 numbers below
     1.2e-38 become 0 there, as they do not in the cubin.
 
@@ -318,7 +372,8 @@ def _kernels(plan: Plan) -> Kernels:
         (
             KernelLaunch(
                 launch.kernel.name,
-                flattened(unit_of(launch.kernel)),
+                f"// {launch.kernel.name} of cuattn (MIT licence); {' '.join(options)}\n"
+                + flattened(unit_of(launch.kernel)),
                 options,
                 cubins[launch.kernel.name],
                 (launch.grid, 1, 1),

@@ -1,20 +1,19 @@
 """cuattn as a differentiable function of PyTorch: checked, compared, and trained with.
 
-Tensors go in as they are, without a copy, and results come back over DLPack. The class below is
-all that autograd needs.
+Tensors go in as they are, without a copy, and results come back over DLPack. For a project of your
+own, copy all that stands between the two lines below that say so.
 
 Runs on a GPU where torch (2.10 or later) and CuPy find one, else on the CPU:
 
     python examples/04_torch.py
 """
 
+# To copy: from here ---------------------------------------------------------------------------
+
 import contextlib
 
 import numpy as np
 import torch
-from torch import nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 import cuattn
 
@@ -46,33 +45,66 @@ def as_tensor(array):
 
 
 class Attention(torch.autograd.Function):
-    """Results out and lse, gradients of q, k and v; ``options`` is a dict, those of cuattn."""
+    """Results out, lse and the checked call; ``options`` is a dict, those of cuattn."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options):
+    def forward(q, k, v, options):
+        with stream_of_torch(q.device):
+            out, residuals = cuattn.attention_forward(q, k, v, **options)
+        return as_tensor(out), as_tensor(residuals.lse), residuals.call
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *results, ctx.call = output
+        # torch alone keeps the arrays: it frees them, offloads them, or does not keep them where
+        # a checkpoint computes them again; and it sees it when one is changed in place.
+        ctx.save_for_backward(*inputs[:3], *results)
         ctx.set_materialize_grads(False)  # a result that no loss uses has the gradient None, not 0
-        with stream_of_torch(q.device):
-            inputs = (q.detach(), k.detach(), v.detach())
-            out, ctx.residuals = cuattn.attention_forward(*inputs, **options)
-        out, lse = as_tensor(out), as_tensor(ctx.residuals.lse)
-        ctx.save_for_backward(q, k, v, out, lse)  # only so that torch watches over them
-        return out, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse):
-        q, *_ = ctx.saved_tensors  # raises where one of them was changed since the forward
+    def backward(ctx, dout, dlse, _):
         wrt = [name for name, needed in zip("qkv", ctx.needs_input_grad, strict=False) if needed]
-        dout, dlse = (None if each is None else each.detach() for each in (dout, dlse))
-        with stream_of_torch(q.device):
-            gradients = cuattn.attention_backward(ctx.residuals, dout, dlse, wrt=wrt)
-        return *map(as_tensor, (gradients.dq, gradients.dk, gradients.dv)), None
+        return *AttentionBackward.apply(ctx.call, wrt, dout, dlse, *ctx.saved_tensors), None
 
 
+class AttentionBackward(torch.autograd.Function):
+    """Gradients of q, k and v. ``torch.func`` asks that they be such a function as well."""
+
+    @staticmethod
+    def forward(call, wrt, dout, dlse, *kept):
+        with stream_of_torch(kept[0].device):
+            residuals = cuattn.Residuals.rebuild(call, *kept)
+            gradients = cuattn.attention_backward(residuals, dout, dlse, wrt=wrt)
+        return tuple(map(as_tensor, (gradients.dq, gradients.dk, gradients.dv)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError("cuattn has no second derivative of attention")
+
+
+@torch.compiler.disable  # a compiled function calls it as it is, between two graphs
 def attention(q, k, v, *, return_lse=False, **options):
-    """``cuattn.attention``, differentiable."""
-    out, lse = Attention.apply(q, k, v, options)
+    """``cuattn.attention`` of tensors, differentiable.
+
+    The axes are (batch, seqlen, heads, head_dim); those of torch's own function, (batch, heads,
+    seqlen, head_dim), are ``layout="bhsd"``. Under autocast it computes in that dtype, as torch's
+    does. ``torch.func.grad`` and ``vjp`` go through it. Second derivatives, forward mode and
+    ``torch.vmap`` do not, nor does ``torch.compile(..., fullgraph=True)``: they raise an error.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (each if each.dtype == torch.float64 else each.to(dtype) for each in (q, k, v))
+    out, lse, _ = Attention.apply(q, k, v, options)
     return (out, lse) if return_lse else out
+
+
+# To copy: up to here. What follows shows it at work. --------------------------------------------
+
+nn = torch.nn
 
 
 def largest_difference(a, b):
@@ -94,13 +126,13 @@ def check_gradients(device):
 
 
 def compare_with_torch(device, dtype, bound):
-    """A drop-in for torch's own function: its axes, its results, its gradients."""
+    """Beside torch's own function, in its axes: its results, its gradients."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, 4, 300, 32, device=device).to(dtype) for _ in range(3)]
     ours = [each.clone().requires_grad_() for each in inputs]
     theirs = [each.clone().requires_grad_() for each in inputs]
     out = attention(*ours, causal=True, layout="bhsd")
-    expected = functional.scaled_dot_product_attention(*theirs, is_causal=True)
+    expected = nn.functional.scaled_dot_product_attention(*theirs, is_causal=True)
     cotangent = torch.randn_like(out)
     out.backward(cotangent)
     expected.backward(cotangent)
@@ -157,7 +189,7 @@ def train(device, steps=200, length=8):
         given = torch.randint(0, mark, (64, length), device=device)
         told = torch.cat([given, torch.full_like(given[:, :1], mark), given.flip(1)], 1)
         scores, wanted = model(told[:, :-1])[:, length:], told[:, length + 1 :]
-        loss = functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
         right = (scores.argmax(-1) == wanted).float().mean().item()
         if step % 100 == 0:
             print(f"step {step}: loss {loss.item():.3f}, right {right:.1%}")

@@ -1,7 +1,11 @@
 """cuattn as a differentiable function of JAX, beside functions that JAX compiles.
 
-Arrays go in as they are, without a copy, and results come back over DLPack. cuattn needs arrays
-that have values, so it runs between jitted functions, not within one: there it says so.
+Arrays go in as they are, without a copy, and results come back over DLPack. For a project of your
+own, copy as_jax and attention_with, and what is imported before them.
+
+cuattn needs arrays that have values, so it runs between jitted functions, not within one: there it
+says so. On the host a jitted function can call back: a custom_vjp that calls cuattn within
+jax.pure_callback, keeps q, k and v, and has one callback for attention_vjp and its gradients.
 
 Runs on a GPU where JAX and CuPy find one, else on the CPU:  python examples/05_jax.py
 """

@@ -1,7 +1,8 @@
-"""A call made ready once: no checks, allocations or compilers in the loop, and CUDA graphs of it.
+"""A call made ready once: on a GPU nothing but launches in the loop, and CUDA graphs of it.
 
-`cuattn.plan` gives an executable for arrays of one look. Its calls only launch, so a step of a
-simulation or of training can be captured in a CUDA graph together with what comes before and after.
+`cuattn.plan` gives an executable for arrays of one look. Its calls neither allocate nor compile, so
+a step of a simulation or of training can be captured in a CUDA graph with what is around it. On
+NumPy arrays it saves the checks, no more.
 
 Runs on a GPU where CuPy finds one, else on NumPy arrays:  python examples/07_plan_and_graph.py
 """

@@ -36,11 +36,21 @@ static Address allocate(std::size_t bytes) {
 
 static void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
+static FILE* open(const std::string& path, const char* mode) {
+  FILE* file = std::fopen(path.c_str(), mode);
+  if (!file) {
+    std::perror(path.c_str());
+    std::exit(1);
+  }
+  return file;
+}
+
 static Address read(const std::string& path) {
-  FILE* file = std::fopen(path.c_str(), "rb");
-  if (!file) std::exit(2);
-  std::vector<char> bytes(std::size_t{1} << 24);
-  bytes.resize(std::fread(bytes.data(), 1, bytes.size(), file));
+  FILE* file = open(path, "rb");
+  std::vector<char> bytes;
+  char piece[4096];
+  while (std::size_t count = std::fread(piece, 1, sizeof piece, file))
+    bytes.insert(bytes.end(), piece, piece + count);
   std::fclose(file);
   Address address = allocate(bytes.size());
   call("cuMemcpyHtoD_v2", address, static_cast<const void*>(bytes.data()), bytes.size());
@@ -50,31 +60,33 @@ static Address read(const std::string& path) {
 static void write(const std::string& path, void* from, std::size_t count) {
   std::vector<char> bytes(count);
   call("cuMemcpyDtoH_v2", static_cast<void*>(bytes.data()), reinterpret_cast<Address>(from), count);
-  FILE* file = std::fopen(path.c_str(), "wb");
+  FILE* file = open(path, "wb");
   std::fwrite(bytes.data(), 1, count, file);
   std::fclose(file);
 }
 
 // All kernels of a pass, in order, on the default stream.
-template <class Params>
-static void launch(const std::string& folder, const cuattn::Launch* launches, unsigned count,
+template <std::size_t count, class Params>
+static void launch(const std::string& folder, const std::array<cuattn::Launch, count>& launches,
                    Params& params) {
   void* arguments[] = {&params};
-  for (unsigned i = 0; i < count; ++i) {
+  for (const cuattn::Launch& each : launches) {
     Handle module = nullptr, function = nullptr;
-    std::string path = folder + "/" + launches[i].cubin;
+    std::string path = folder + "/" + each.cubin;
     call("cuModuleLoad", &module, path.c_str());
-    call("cuModuleGetFunction", &function, module, launches[i].name);
-    if (launches[i].smem_bytes > 48 << 10)  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-      call("cuFuncSetAttribute", function, 8, static_cast<int>(launches[i].smem_bytes));
-    call("cuLaunchKernel", function, launches[i].grid, 1u, 1u, launches[i].block, 1u, 1u,
-         launches[i].smem_bytes, Handle{nullptr}, static_cast<void**>(arguments),
-         static_cast<void**>(nullptr));
+    call("cuModuleGetFunction", &function, module, each.name);
+    if (each.smem_bytes > 48 << 10)  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+      call("cuFuncSetAttribute", function, 8, static_cast<int>(each.smem_bytes));
+    call("cuLaunchKernel", function, each.grid, 1u, 1u, each.block, 1u, 1u, each.smem_bytes,
+         Handle{nullptr}, static_cast<void**>(arguments), static_cast<void**>(nullptr));
   }
 }
 
 int main(int argc, char** argv) {
-  if (argc != 2) return 2;
+  if (argc != 2) {
+    std::fprintf(stderr, "usage: %s <folder>\n", argv[0]);
+    return 2;
+  }
   std::string folder = argv[1];
   library = dlopen("libcuda.so.1", RTLD_NOW);
   if (!library) {
@@ -88,19 +100,26 @@ int main(int argc, char** argv) {
   call("cuDevicePrimaryCtxRetain", &context, device);
   call("cuCtxSetCurrent", context);
 
-  // Sizes are in the parameters: bytes of a tensor that is C-contiguous, in float32.
+  // Sizes are in the parameters: elements of arrays in C order, for that is how these were
+  // exported.
   cuattn::FwdParams forward = cuattn::forward::kParams;
   const cuattn::Shape& shape = forward.shape;
-  std::size_t of_queries = sizeof(float) * shape.batch * forward.q.stride_batch;
-  std::size_t of_keys = sizeof(float) * shape.batch * forward.k.stride_batch;
-  std::size_t of_rows = sizeof(float) * shape.batch * shape.num_heads_q * shape.seqlen_q;
+  auto of = [](auto... sizes) { return (static_cast<std::size_t>(sizes) * ...); };
+  std::size_t of_out = of(cuattn::forward::kOutItemsize, shape.batch, forward.out.stride_batch);
+  std::size_t of_queries = of(cuattn::forward::kItemsize, shape.batch, forward.q.stride_batch);
+  std::size_t of_keys = of(cuattn::forward::kItemsize, shape.batch, forward.k.stride_batch);
+  std::size_t of_values = of(cuattn::forward::kItemsize, shape.batch, forward.v.stride_batch);
+  std::size_t of_rows =
+      of(cuattn::forward::kLseItemsize, shape.batch, shape.num_heads_q, shape.seqlen_q);
 
   forward.q.data = pointer(read(folder + "/q.bin"));
   forward.k.data = pointer(read(folder + "/k.bin"));
   forward.v.data = pointer(read(folder + "/v.bin"));
-  forward.out.data = pointer(allocate(of_queries));
+  forward.out.data = pointer(allocate(of_out));
   forward.lse = pointer(allocate(of_rows));
-  launch(folder, cuattn::forward::kLaunches, cuattn::forward::kNumLaunches, forward);
+  forward.part_out = pointer(allocate(cuattn::forward::kPartOutBytes));
+  forward.part_lse = pointer(allocate(cuattn::forward::kPartLseBytes));
+  launch(folder, cuattn::forward::kLaunches, forward);
 
   cuattn::BwdParams backward = cuattn::backward::kParams;
   backward.q.data = forward.q.data;
@@ -111,15 +130,15 @@ int main(int argc, char** argv) {
   backward.dout.data = pointer(read(folder + "/dout.bin"));
   backward.dq.data = pointer(allocate(of_queries));
   backward.dk.data = pointer(allocate(of_keys));
-  backward.dv.data = pointer(allocate(of_keys));
+  backward.dv.data = pointer(allocate(of_values));
   backward.delta = pointer(allocate(cuattn::backward::kDeltaBytes));
   backward.dq_sum = pointer(allocate(cuattn::backward::kDqSumBytes));
   backward.dout_cast = pointer(allocate(cuattn::backward::kDoutCastBytes));
-  launch(folder, cuattn::backward::kLaunches, cuattn::backward::kNumLaunches, backward);
+  launch(folder, cuattn::backward::kLaunches, backward);
 
-  write(folder + "/out.bin", forward.out.data, of_queries);
+  write(folder + "/out.bin", forward.out.data, of_out);
   write(folder + "/dq.bin", backward.dq.data, of_queries);
   write(folder + "/dk.bin", backward.dk.data, of_keys);
-  write(folder + "/dv.bin", backward.dv.data, of_keys);
+  write(folder + "/dv.bin", backward.dv.data, of_values);
   std::puts("computed");
 }

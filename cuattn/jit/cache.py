@@ -35,6 +35,9 @@ from cuattn.jit.source import Unit
 #: Raise when the meaning of an entry changes.
 SCHEMA = 1
 
+#: Age of a temporary folder at which its process is gone: to build takes seconds.
+_STALE_SECONDS = 24 * 3600
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -114,6 +117,10 @@ class KernelCache:
         self._locks: dict[tuple[int, str], threading.Lock] = {}
         self._warned = False
 
+    def _count(self, what: str) -> None:
+        with self._locks.setdefault((os.getpid(), what), threading.Lock()):
+            setattr(self.stats, what, getattr(self.stats, what) + 1)
+
     def get(self, unit: Unit, options: CompileOptions) -> Entry:
         """The compiled unit: from memory, from disk, or built now.
 
@@ -126,7 +133,7 @@ class KernelCache:
         key = cache_key(unit, options, nvrtc)
         entry = self._entries.get(key)
         if entry is not None:
-            self.stats.memory_hits += 1
+            self._count("memory_hits")
             return entry
         with self._locks.setdefault((os.getpid(), key), threading.Lock()):
             entry = self._entries.get(key)
@@ -134,7 +141,7 @@ class KernelCache:
                 folder = self._folder(unit, options, nvrtc, key)
                 entry = _read(folder, key)
                 if entry is not None:
-                    self.stats.disk_hits += 1
+                    self._count("disk_hits")
                 else:
                     entry = self._build(unit, options, folder, key)
                 self._entries[key] = entry
@@ -162,7 +169,7 @@ class KernelCache:
         return self.directory / group / f"{unit.name}.{key[:16]}"
 
     def _build(self, unit: Unit, options: CompileOptions, folder: Path | None, key: str) -> Entry:
-        self.stats.compiles += 1
+        self._count("compiles")
         compiled = compile_unit(unit, options)
         entry = Entry(key, compiled, None)
         if folder is None:
@@ -198,6 +205,7 @@ def _read(folder: Path | None, key: str) -> Entry | None:
 def _publish(folder: Path, unit: Unit, options: CompileOptions, entry: Entry) -> Entry:
     """Put an entry in its place; where another process was faster, return that one's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         (building / "unit.cu").write_text(unit.text, encoding="utf-8")
@@ -223,6 +231,15 @@ def _publish(folder: Path, unit: Unit, options: CompileOptions, entry: Entry) ->
         raise OSError(f"{folder} cannot be put in place") from trouble
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _sweep(group: Path) -> None:
+    """Delete what processes that were killed left behind, once nobody can be at work in it."""
+    with suppress(OSError):
+        for folder in group.glob(".*-*"):
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _discard(folder: Path) -> None:
