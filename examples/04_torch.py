@@ -1,7 +1,7 @@
 """cuattn as a differentiable function of PyTorch: checked, compared, and trained with.
 
 Tensors go in as they are, without a copy, and results come back over DLPack. For a project of your
-own, copy all that stands between the two lines below that say so.
+own, copy all that stands between the two lines below that say so: the function attention and its parts.
 
 Runs on a GPU where torch (2.10 or later) and CuPy find one, else on the CPU:
 

@@ -1,7 +1,7 @@
 """cuattn as a differentiable function of JAX, beside functions that JAX compiles.
 
 Arrays go in as they are, without a copy, and results come back over DLPack. For a project of your
-own, copy as_jax and attention_with, and what is imported before them.
+own, copy all that stands between the two lines below that say so: as_jax, attention_with, imports.
 
 cuattn needs arrays that have values, so it runs between jitted functions, not within one: there it
 says so. On the host a jitted function can call back: a custom_vjp that calls cuattn within
@@ -9,6 +9,8 @@ jax.pure_callback, keeps q, k and v, and has one callback for attention_vjp and 
 
 Runs on a GPU where JAX and CuPy find one, else on the CPU:  python examples/05_jax.py
 """
+
+# To copy: from here ---------------------------------------------------------------------------
 
 import os
 
@@ -63,6 +65,9 @@ def attention_with(*, return_lse=False, **options):
 
     attention.defvjp(forward, backward)
     return attention
+
+
+# To copy: up to here. What follows shows it at work. --------------------------------------------
 
 
 @jax.jit

@@ -1,57 +1,17 @@
-"""The wrappers that the examples give away: cuattn within the gradients of torch and JAX."""
+"""The wrapper that an example gives away: cuattn within the gradients of torch."""
 
-import gc
-import importlib.util
+import importlib
 import weakref
-from pathlib import Path
 
 import needs
 import numpy as np
 import pytest
 from calls import draw, same_bits
 from strategies import DTYPES, dtype_of
+from wrapped import LSE_SHAPE, OPTIONS, SHAPES, address, copied, example, on_host
+from wrapped import record_calls, record_second
 
 import cuattn
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-SHAPES = (2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 5), (2, 9, 4, 5)
-LSE_SHAPE = (2, 4, 9)
-#: Every call here that is compared bit by bit.
-OPTIONS = {"causal": True, "align": "bottom_right", "deterministic": True}
-
-
-def example(name):
-    """An example as a module, its main part not run."""
-    (path,) = EXAMPLES.glob(f"*_{name}.py")
-    spec = importlib.util.spec_from_file_location(path.stem[3:], path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def record_calls(monkeypatch, name, what):
-    """Have a function of cuattn called as ever; what(*args, **kwargs) of each call, in a list."""
-    function, seen = getattr(cuattn, name), []
-
-    def recording(*args, **kwargs):
-        seen.append(what(*args, **kwargs))
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(cuattn, name, recording)
-    return seen
-
-
-def on_host(array):
-    """A NumPy array of the same numbers as one of NumPy or CuPy."""
-    return array if isinstance(array, np.ndarray) else array.get()
-
-
-def address(array):
-    """Where an array of NumPy or CuPy begins."""
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-
-# torch ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +115,160 @@ def test_torch_gets_the_bits_that_cuattn_gives(of_torch, place, dtype):
     assert results[0].device.type == place.device.type
 
 
-def test_torch_does_not_copy(of_torch, place):
-    q, k, v = place.inputs(*SHAPES[:3])
-    out, lse = of_torch.attention(q, k, v, return_lse=True, **OPTIONS)
-    residuals = out.grad_fn.residuals
-    kept = (residuals.q, residuals.k, residuals.v, residuals.out, residuals.lse)
-    assert [each.data_ptr() for each in (q, k, v, out, lse)] == [*map(address, kept)]
+def test_what_is_to_be_copied_is_complete(of_torch, place):
+    inputs = place.inputs(*SHAPES[:3], dtype="bfloat16")
+    attention = copied("torch")["attention"]
+    results = [f(*inputs, **OPTIONS) for f in (attention, of_torch.attention)]
+    gradients = [place.torch.autograd.grad(out.sum(), inputs) for out in results]
+    assert attention is not of_torch.attention
+    assert place.agrees([results[0], *gradients[0]], map(place.bits, (results[1], *gradients[1])))
+
+
+NAMES = "q", "k", "v", "out", "lse"
+
+
+def test_torch_does_not_copy(monkeypatch, of_torch, place):
+    addresses = record_second(
+        monkeypatch,
+        "attention_forward",
+        lambda second: [address(getattr(second, name)) for name in NAMES],
+    )
+    inputs = place.inputs(*SHAPES[:3])
+    results = of_torch.attention(*inputs, return_lse=True, **OPTIONS)
+    expected = [each.data_ptr() for each in (*inputs, *results)]
+    assert addresses == [expected]
+    assert [each.data_ptr() for each in results[0].grad_fn.saved_tensors] == expected
+
+
+def kept_by_torch(torch, f, *inputs):
+    return f(*inputs)
+
+
+def made_again(torch, f, *inputs):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(f, *inputs, use_reentrant=False)
+
+
+def offloaded(torch, f, *inputs):
+    with torch.autograd.graph.save_on_cpu():
+        return f(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("how", "after_forward"),
+    [(kept_by_torch, ["out", "lse"]), (made_again, []), (offloaded, [])],
+    ids=["plain", "checkpoint", "save_on_cpu"],
+)
+def test_torch_alone_keeps_arrays(monkeypatch, torch, of_torch, place, how, after_forward):
+    """It decides how long, and gradients are the same bits; a loss that is kept keeps none."""
+    inputs = place.inputs(*SHAPES[:3])
+
+    def loss_of(q, k, v):
+        # In place of q another tensor than the leaf, with strides that offloading does not keep.
+        q = (q.swapaxes(1, 2) * 1).swapaxes(1, 2)
+        out, lse = of_torch.attention(q, k, v, return_lse=True, **OPTIONS)
+        return out.sum() + 2 * lse.sum()
+
+    expected = torch.autograd.grad(loss_of(*inputs), inputs)
+    made = record_second(
+        monkeypatch,
+        "attention_forward",
+        lambda second: {name: weakref.ref(getattr(second, name)) for name in NAMES},
+    )
+
+    def alive():
+        return [name for each in made for name, array in each.items() if array() is not None]
+
+    loss = how(torch, loss_of, *inputs)
+    assert len(made) == 1
+    assert alive() == after_forward
+    loss.backward()
+    assert len(made) == (2 if how is made_again else 1)
+    assert alive() == []
+    assert loss.grad_fn is not None
+    assert place.agrees([each.grad for each in inputs], map(place.bits, expected))
+
+
+@pytest.mark.parametrize("names", ["q", "kv", "qkv"])
+def test_torch_func_goes_through(torch, of_torch, place, names):
+    inputs = dict(zip("qkv", place.inputs(*SHAPES[:3]), strict=True))
+
+    def loss_of(asked, others):
+        out, lse = of_torch.attention(**asked, **others, return_lse=True, **OPTIONS)
+        return out.square().sum() + lse.square().sum()
+
+    asked, others = {}, {}
+    for name, tensor in inputs.items():
+        (asked if name in names else others)[name] = tensor.detach().requires_grad_(name in names)
+    expected = torch.autograd.grad(loss_of(asked, others), [*asked.values()])
+    arrays = {name: tensor.detach() for name, tensor in asked.items()}
+    got = torch.func.grad(loss_of)(arrays, others)
+    _, pull = torch.func.vjp(lambda arrays: loss_of(arrays, others), arrays)
+    (pulled,) = pull(torch.ones((), dtype=torch.float64, device=place.device))
+    for each in (got, pulled):
+        assert place.agrees(each.values(), map(place.bits, expected))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "jacrev"])
+def test_torch_says_itself_that_there_is_no_vmap(torch, of_torch, place, transform):
+    inputs = [each.detach() for each in place.inputs((2, 1, 5, 2, 3), *[(2, 1, 7, 2, 3)] * 2)]
+
+    def loss_of(q, k, v):
+        return of_torch.attention(q, k, v).sum()
+
+    f, arguments = {
+        "vmap": (torch.vmap(of_torch.attention), inputs),
+        "vmap of grad": (torch.vmap(torch.func.grad(loss_of)), inputs),
+        "jacrev": (torch.func.jacrev(of_torch.attention), [each[0] for each in inputs]),
+    }[transform]
+    with pytest.raises(RuntimeError, match="does not have vmap support"):
+        f(*arguments)
+
+
+# why: Dynamo looks at .grad of every tensor that it passes from one graph to the next
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compiles_what_is_around(torch, of_torch, place, backend):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    inputs = place.inputs(*SHAPES[:3])
+
+    def loss_of(q, k, v):
+        return (3 * of_torch.attention(q * 1.5, k, v, **OPTIONS)).sum()
+
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(loss_of, backend=graphs)
+    expected = torch.autograd.grad(loss_of(*inputs), inputs)
+    for _ in range(2):
+        got = torch.autograd.grad(compiled(*inputs), inputs)
+        assert place.agrees(got, map(place.bits, expected))
+    assert graphs.frame_count == 2, "one before, one after"
+
+
+def test_torch_cannot_make_one_graph_of_it(torch, of_torch, place):
+    torch.compiler.reset()
+    compiled = torch.compile(of_torch.attention, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"torch\.compiler\.disable"):
+        compiled(*place.inputs(*SHAPES[:3]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_torch_casts_by_itself(torch, of_torch, place, dtype):
+    """As torch's own function under autocast: to one dtype, but not from float64."""
+    q, k, v = place.inputs(*[(2, 9, 2, 8)] * 3, dtype=dtype)
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        low = k if dtype == "float64" else k.to(torch.bfloat16)  # as what nn.Linear gives
+        out = of_torch.attention(q, low, v, layout="bhsd", deterministic=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, low, v)
+    assert out.dtype == expected.dtype
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [each.dtype for each in gradients] == [q.dtype] * 3
+    cast = [each.to(out.dtype) for each in (q, k, v)]
+    again = of_torch.attention(*cast, layout="bhsd", deterministic=True)
+    expected_gradients = torch.autograd.grad(again.sum(), (q, k, v))
+    assert place.agrees([out, *gradients], map(place.bits, (again, *expected_gradients)))
 
 
 def test_torch_may_give_views_and_broadcast_gradients(of_torch, place):
@@ -237,8 +345,15 @@ def test_torch_is_told_that_there_is_no_second_derivative(torch, of_torch, place
     q, k, v = place.inputs(*SHAPES[:3])
     out = of_torch.attention(q, k, v, **OPTIONS)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()
+    arrays = [each.detach() for each in (q, k, v)]
+
+    def slope(q, k, v):
+        return torch.func.grad(lambda q: of_torch.attention(q, k, v, **OPTIONS).sum())(q).sum()
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.func.grad(slope)(*arrays)
 
 
 def test_torch_without_gradients_keeps_no_graph(torch, of_torch, place):
@@ -269,10 +384,12 @@ def test_torch_has_its_stream_used(monkeypatch, torch, of_torch):
     import cupy
 
     place = Place(torch, "cuda")
-    q, k, v = place.inputs(*SHAPES[:3])
-    expected = of_torch.attention(q, k, v, **OPTIONS)
-    expected.backward(expected.detach())
-    gradient, q.grad = q.grad, None
+    inputs = place.inputs(*SHAPES[:3])
+    out = of_torch.attention(*inputs, **OPTIONS)
+    out.backward(out.detach())
+    expected, gradient = out.detach(), inputs[0].grad
+    # Leaves of their own: those of before accumulate their gradients on the stream of before.
+    q, k, v = (each.detach().requires_grad_() for each in inputs)
 
     streams = [
         record_calls(monkeypatch, name, lambda *_, **__: cupy.cuda.get_current_stream().ptr)
@@ -291,96 +408,3 @@ def test_torch_has_its_stream_used(monkeypatch, torch, of_torch):
     assert streams == [[side.cuda_stream], [side.cuda_stream]]
     assert cupy.cuda.get_current_stream().ptr == before
     assert place.agrees([out, late.grad], [place.bits(expected), place.bits(gradient)])
-
-
-# JAX -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def of_jax():
-    needs.library("jax")
-    return example("jax")
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def jax(of_jax, request):
-    """JAX with arrays made on that device."""
-    jax = of_jax.jax
-    if request.param == "gpu" and jax.default_backend() != "gpu":
-        pytest.skip("this JAX has no GPU")
-    with jax.default_device(jax.devices(request.param)[0]):
-        yield jax
-
-
-def to_cuattn(array):
-    """The JAX array as cuattn reads it."""
-    import jax
-
-    if array.devices() <= {*jax.devices("cpu")}:
-        return np.asarray(array)
-    return importlib.import_module("cupy").from_dlpack(array)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_jax_gets_the_bits_that_cuattn_gives(jax, of_jax, dtype, return_lse):
-    *inputs, dout = map(jax.numpy.asarray, draw(*SHAPES, dtype=dtype))
-    (dlse,) = map(jax.numpy.asarray, draw(LSE_SHAPE, dtype="float32"))
-    attention = of_jax.attention_with(return_lse=return_lse, **OPTIONS)
-    results, pull = jax.vjp(attention, *inputs)
-    got = jax.tree.leaves((results, pull((dout, dlse) if return_lse else dout)))
-
-    expected, vjp = cuattn.attention_vjp(*map(to_cuattn, inputs), return_lse=return_lse, **OPTIONS)
-    gradients = vjp(*map(to_cuattn, (dout, dlse) if return_lse else (dout,)))
-    expected = [*(expected if return_lse else (expected,))]
-    expected += [gradients.dq, gradients.dk, gradients.dv]
-    pairs = zip(got, expected, strict=True)
-    assert all(same_bits(np.asarray(ours), on_host(theirs)) for ours, theirs in pairs)
-    assert all(each.devices() == inputs[0].devices() for each in got)
-    assert same_bits(np.asarray(got[0]), np.asarray(jax.tree.leaves(attention(*inputs))[0]))
-
-
-def gradient_of(jax, f):
-    """The gradient by q of the sum of what f gives."""
-    return jax.grad(lambda q, k, v: f(q, k, v).sum())
-
-
-TRANSFORMS = {
-    "jit": lambda jax, f: jax.jit(f),
-    "vmap": lambda jax, f: jax.vmap(f),
-    "jit of grad": lambda jax, f: jax.jit(gradient_of(jax, f)),
-    "grad of jit": lambda jax, f: gradient_of(jax, jax.jit(f)),
-    "vmap of grad": lambda jax, f: jax.vmap(gradient_of(jax, f)),
-    "grad of grad": lambda jax, f: gradient_of(jax, gradient_of(jax, f)),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_jax_is_told_where_to_call(jax, of_jax, transform):
-    arrays = map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))
-    transformed = TRANSFORMS[transform](jax, of_jax.attention_with())
-    with pytest.raises(cuattn.DTypeError, match="call cuattn outside of the traced function"):
-        transformed(*arrays)
-
-
-def test_jax_says_itself_that_there_is_no_forward_mode(jax, of_jax):
-    arrays = [*map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))]
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(of_jax.attention_with(), arrays, arrays)
-
-
-def test_jax_frees_what_was_kept(monkeypatch, jax, of_jax):
-    arrays = [*map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))]
-    function, kept = cuattn.attention_vjp, []
-
-    def recording(*args, **kwargs):
-        results, vjp = function(*args, **kwargs)
-        kept.append(weakref.ref(vjp))
-        return results, vjp
-
-    monkeypatch.setattr(cuattn, "attention_vjp", recording)
-    attention = of_jax.attention_with()
-    for _ in range(2):
-        jax.grad(lambda *arrays: attention(*arrays).sum())(*arrays)
-    gc.collect()
-    assert [each() for each in kept] == [None, None]
