@@ -58,7 +58,7 @@ ALIKE = 4
 PHASE = 400
 ENGINES = ("planned", *(name for name in CUDA_ENGINES if name not in ("tf32x3", "dmma", "sm80")))
 LONG = (190, 300, 515, 1100)
-#: What may be there more after the first quarter, in bytes: far less than one result of every call.
+#: What may be there more after the first half, in bytes: far less than one result of every call.
 #: In the pool nothing stays; a heap has gaps, and some kernels are loaded late.
 MAY_GROW = {"process": 64 << 20, "pool": 1 << 20, "device": 64 << 20}
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -202,11 +202,11 @@ class Memory:
         return sample
 
     def growth(self) -> dict[str, int]:
-        """From the most of the first quarter to the median of the last."""
-        quarter = max(1, len(self.samples) // 4)
+        """From the most of the first half, which loads and allocates all, to the last quarter's."""
+        half, quarter = (max(1, len(self.samples) // parts) for parts in (2, 4))
         return {
             name: int(statistics.median(each[name] for each in self.samples[-quarter:]))
-            - max(each[name] for each in self.samples[:quarter])
+            - max(each[name] for each in self.samples[:half])
             for name in self.samples[0]
         }
 

@@ -254,7 +254,7 @@ def test_a_run_of_many_problems_sees_memory_that_is_kept(monkeypatch, capsys):
     compute, kept = long_run.compute, []
 
     def keeping(engine, case):
-        kept.append(np.ones(3 << 20, np.uint8))
+        kept.append(np.ones(8 << 20, np.uint8))
         return compute(engine, case)
 
     monkeypatch.setattr(long_run, "compute", keeping)
