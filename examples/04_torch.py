@@ -1,7 +1,7 @@
 """cuattn as a differentiable function of PyTorch: checked, compared, and trained with.
 
 Tensors go in as they are, without a copy, and results come back over DLPack. For a project of your
-own, copy all that stands between the two lines below that say so: the function attention and its parts.
+own, copy all that stands between the two lines below that say so: attention and what it needs.
 
 Runs on a GPU where torch (2.10 or later) and CuPy find one, else on the CPU:
 
@@ -64,10 +64,10 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse, _):
         wrt = [name for name, needed in zip("qkv", ctx.needs_input_grad, strict=False) if needed]
-        return *AttentionBackward.apply(ctx.call, wrt, dout, dlse, *ctx.saved_tensors), None
+        return *AttentionGradients.apply(ctx.call, wrt, dout, dlse, *ctx.saved_tensors), None
 
 
-class AttentionBackward(torch.autograd.Function):
+class AttentionGradients(torch.autograd.Function):
     """Gradients of q, k and v. ``torch.func`` asks that they be such a function as well."""
 
     @staticmethod
@@ -86,7 +86,10 @@ class AttentionBackward(torch.autograd.Function):
         raise NotImplementedError("cuattn has no second derivative of attention")
 
 
-@torch.compiler.disable  # a compiled function calls it as it is, between two graphs
+#: A compiled function breaks its graph here: cuattn computes with arrays that have values.
+apply_attention = torch.compiler.disable(Attention.apply, reason="cuattn needs values")
+
+
 def attention(q, k, v, *, return_lse=False, **options):
     """``cuattn.attention`` of tensors, differentiable.
 
@@ -98,7 +101,7 @@ def attention(q, k, v, *, return_lse=False, **options):
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (each if each.dtype == torch.float64 else each.to(dtype) for each in (q, k, v))
-    out, lse, _ = Attention.apply(q, k, v, options)
+    out, lse, _ = apply_attention(q, k, v, options)
     return (out, lse) if return_lse else out
 
 

@@ -1,5 +1,6 @@
 """The wrapper that an example gives away: cuattn within the gradients of JAX."""
 
+import functools
 import gc
 import importlib
 import weakref
@@ -80,6 +81,53 @@ def test_jax_is_told_where_to_call(jax, of_jax, transform):
         transformed(*arrays)
 
 
+def test_jax_is_told_of_custom_vjp(jax):
+    """Where somebody differentiates cuattn itself."""
+    q, k, v = map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))
+    with pytest.raises(cuattn.DTypeError, match=r"jax\.grad through a jax\.custom_vjp as in examp"):
+        jax.grad(lambda q: jax.numpy.asarray(cuattn.attention(q, k, v)).sum())(q)
+
+
+def test_what_is_to_be_copied_is_complete(jax, of_jax):
+    arrays = [*map(jax.numpy.asarray, draw(*SHAPES[:3], dtype="bfloat16"))]
+    results = []
+    for attention_with in (copied("jax")["attention_with"], of_jax.attention_with):
+        out, pull = jax.vjp(attention_with(**OPTIONS), *arrays)
+        results.append([np.asarray(each) for each in (out, *pull(out))])
+    assert all(map(same_bits, *results))
+
+
+def test_jax_may_call_back_from_what_it_compiles():
+    """On the host, as the example says."""
+    jax = needs.library("jax")
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        shape = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
+        call = functools.partial(cuattn.attention, **OPTIONS)
+        return jax.pure_callback(call, shape, q, k, v)
+
+    def forward(*arrays):
+        return attention(*arrays), arrays
+
+    def gradients(q, k, v, dout):
+        _, vjp = cuattn.attention_vjp(q, k, v, **OPTIONS)
+        gradients = vjp(dout)
+        return gradients.dq, gradients.dk, gradients.dv
+
+    def backward(arrays, dout):
+        shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays)
+        return jax.pure_callback(gradients, shapes, *arrays, dout)
+
+    attention.defvjp(forward, backward)
+    *arrays, dout = draw(*SHAPES, dtype="float32")
+    with jax.default_device(jax.devices("cpu")[0]):
+        pulled = jax.jit(lambda *arrays: jax.vjp(attention, *arrays[:3])[1](arrays[3]))
+        got = [*map(np.asarray, (jax.jit(attention)(*arrays), *pulled(*arrays, dout)))]
+    expected = [cuattn.attention(*arrays, **OPTIONS), *gradients(*arrays, dout)]
+    assert all(map(same_bits, got, expected))
+
+
 def test_jax_says_itself_that_there_is_no_forward_mode(jax, of_jax):
     arrays = [*map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))]
     with pytest.raises(TypeError, match="forward-mode"):
@@ -88,14 +136,7 @@ def test_jax_says_itself_that_there_is_no_forward_mode(jax, of_jax):
 
 def test_jax_frees_what_was_kept(monkeypatch, jax, of_jax):
     arrays = [*map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))]
-    function, kept = cuattn.attention_vjp, []
-
-    def recording(*args, **kwargs):
-        results, vjp = function(*args, **kwargs)
-        kept.append(weakref.ref(vjp))
-        return results, vjp
-
-    monkeypatch.setattr(cuattn, "attention_vjp", recording)
+    kept = record_second(monkeypatch, "attention_vjp", weakref.ref)
     attention = of_jax.attention_with()
     for _ in range(2):
         jax.grad(lambda *arrays: attention(*arrays).sum())(*arrays)

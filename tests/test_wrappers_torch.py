@@ -6,10 +6,19 @@ import weakref
 import needs
 import numpy as np
 import pytest
-from calls import draw, same_bits
-from strategies import DTYPES, dtype_of
-from wrapped import LSE_SHAPE, OPTIONS, SHAPES, address, copied, example, on_host
-from wrapped import record_calls, record_second
+from calls import draw
+from strategies import DTYPES
+from wrapped import (
+    LSE_SHAPE,
+    OPTIONS,
+    SHAPES,
+    Place,
+    address,
+    copied,
+    example,
+    record_calls,
+    record_second,
+)
 
 import cuattn
 
@@ -29,41 +38,6 @@ def place(torch, request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
     return Place(torch, request.param)
-
-
-class Place:
-    """A device of torch, and the arrays that cuattn computes with there."""
-
-    def __init__(self, torch, device):
-        self.torch, self.device = torch, torch.device(device, 0)
-
-    def tensor(self, array):
-        """A tensor of the same bits; NumPy's bfloat16 goes as integers."""
-        if array.dtype.name == "bfloat16":
-            bits = self.torch.from_numpy(array.view(np.int16))
-            return bits.view(self.torch.bfloat16).to(self.device)
-        return self.torch.from_numpy(array).to(self.device)
-
-    def array(self, array):
-        if self.device.type == "cpu":
-            return array
-        import cupy
-
-        return cupy.asarray(array)
-
-    def inputs(self, *shapes, dtype="float64"):
-        return [self.tensor(each).requires_grad_() for each in draw(*shapes, dtype=dtype)]
-
-    def bits(self, tensor):
-        """What a tensor holds, as a NumPy array."""
-        tensor = tensor.detach().cpu()
-        if tensor.dtype == self.torch.bfloat16:
-            return tensor.view(self.torch.int16).numpy().view(dtype_of("bfloat16"))
-        return tensor.numpy()
-
-    def agrees(self, tensors, arrays):
-        pairs = zip(tensors, arrays, strict=True)
-        return all(same_bits(self.bits(ours), on_host(theirs)) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +125,7 @@ def made_again(torch, f, *inputs):
 
 
 def offloaded(torch, f, *inputs):
-    with torch.autograd.graph.save_on_cpu():
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):  # copies, on the host too
         return f(*inputs)
 
 
@@ -226,8 +200,11 @@ def test_torch_says_itself_that_there_is_no_vmap(torch, of_torch, place, transfo
         f(*arguments)
 
 
-# why: Dynamo looks at .grad of every tensor that it passes from one graph to the next
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+#: Dynamo looks at .grad of every tensor that it passes from one graph to the next.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@compiles
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compiles_what_is_around(torch, of_torch, place, backend):
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -247,11 +224,19 @@ def test_torch_compiles_what_is_around(torch, of_torch, place, backend):
     assert graphs.frame_count == 2, "one before, one after"
 
 
-def test_torch_cannot_make_one_graph_of_it(torch, of_torch, place):
+@compiles
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_torch_may_compile_it_alone(torch, of_torch, place, fullgraph):
+    """There is nothing to compile; who asks for one graph is told so."""
     torch.compiler.reset()
-    compiled = torch.compile(of_torch.attention, backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"torch\.compiler\.disable"):
-        compiled(*place.inputs(*SHAPES[:3]))
+    inputs = place.inputs(*SHAPES[:3])
+    compiled = torch.compile(of_torch.attention, backend="eager", fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(RuntimeError, match=r"compiler\.disable[^\n]*cuattn needs values"):
+            compiled(*inputs, **OPTIONS)
+    else:
+        expected = of_torch.attention(*inputs, **OPTIONS)
+        assert place.agrees([compiled(*inputs, **OPTIONS)], [place.bits(expected)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -4,6 +4,8 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
+from calls import draw, same_bits
+from strategies import dtype_of
 
 import cuattn
 
@@ -69,3 +71,38 @@ def on_host(array):
 def address(array):
     """Where an array of NumPy or CuPy begins."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+class Place:
+    """A device of torch, and the arrays that cuattn computes with there."""
+
+    def __init__(self, torch, device):
+        self.torch, self.device = torch, torch.device(device, 0)
+
+    def tensor(self, array):
+        """A tensor of the same bits; NumPy's bfloat16 goes as integers."""
+        if array.dtype.name == "bfloat16":
+            bits = self.torch.from_numpy(array.view(np.int16))
+            return bits.view(self.torch.bfloat16).to(self.device)
+        return self.torch.from_numpy(array).to(self.device)
+
+    def array(self, array):
+        if self.device.type == "cpu":
+            return array
+        import cupy
+
+        return cupy.asarray(array)
+
+    def inputs(self, *shapes, dtype="float64"):
+        return [self.tensor(each).requires_grad_() for each in draw(*shapes, dtype=dtype)]
+
+    def bits(self, tensor):
+        """What a tensor holds, as a NumPy array."""
+        tensor = tensor.detach().cpu()
+        if tensor.dtype == self.torch.bfloat16:
+            return tensor.view(self.torch.int16).numpy().view(dtype_of("bfloat16"))
+        return tensor.numpy()
+
+    def agrees(self, tensors, arrays):
+        pairs = zip(tensors, arrays, strict=True)
+        return all(same_bits(self.bits(ours), on_host(theirs)) for ours, theirs in pairs)
