@@ -79,9 +79,7 @@ class Case:
 
 def graphs():
     """Of the one loaded plan that there is, by stream and thread and by arguments."""
-    (found,) = [
-        each for each in execute._loaded.values() if each.plan.problem.op == "backward"
-    ]
+    (found,) = [each for each in execute._loaded.values() if each.plan.problem.op == "backward"]
     assert len(found.plan.launches) == 3
     streams = found._replay._streams.items()
     return {(key, held): each for key, its in streams for held, each in its.graphs.items()}
