@@ -201,7 +201,10 @@ def test_torch_says_itself_that_there_is_no_vmap(torch, of_torch, place, transfo
 
 
 #: Dynamo looks at .grad of every tensor that it passes from one graph to the next.
-compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+compiles = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",  # by torch itself
+)
 
 
 @compiles
