@@ -196,6 +196,7 @@ class Memory:
             self.cupy.cuda.Device().synchronize()
             sample["pool"] = pool.used_bytes()
             pool.free_all_blocks()
+            self.cupy.get_default_pinned_memory_pool().free_all_blocks()  # of copies to the device
             free, total = self.cupy.cuda.runtime.memGetInfo()
             sample["device"] = total - free
         self.samples.append(sample)
