@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuattn._typing import Array
+from cuattn._typing import ACCUMULATOR, Array
 from cuattn.errors import ArgumentError, DTypeError, explain_argument
 
 #: The remedy for an ``out`` that will not do.
@@ -56,7 +56,10 @@ def taken(name: str, array: object) -> Array:
         if isinstance(error, DTypeError):
             raise
         got = f"{_type_of(array)}, which its library does not share ({error})"
-        remedy = "pass a dense array in memory, from outside of transforms such as torch.func"
+        remedy = (
+            f"pass a dense array of {', '.join(ACCUMULATOR)} in memory, from outside of transforms "
+            "such as torch.func"
+        )
         raise DTypeError(explain_argument(name, got, EXPECTED, remedy)) from error
 
 
@@ -77,6 +80,13 @@ def taken_to_write(name: str, array: object) -> Array:
         expected = "an array that may be written"
         raise ArgumentError(explain_argument(name, got, expected, NEW_OUT))
     return native
+
+
+def was_written(array: Any) -> None:
+    """Let torch know of it, which keeps count of what is changed in place under its gradients."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor) and not array.is_inference():
+        torch.autograd.graph.increment_version(array)
 
 
 def _without_gradient(array: Any) -> Any:
@@ -106,8 +116,8 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
         return None
     if any("Tracer" in base.__name__ for base in type(array).__mro__):
         remedy = (
-            "call cuattn outside of the traced function (jit, vmap), and for jax.grad through a "
-            "jax.custom_vjp as in examples/05_jax.py"
+            "call cuattn outside of the traced function (jit, vmap), and for jax.grad (of first "
+            "order) through a jax.custom_vjp as in examples/05_jax.py"
         )
         return got, "an array with values", remedy
     if any(base.__name__ == "FakeTensor" for base in type(array).__mro__):
@@ -121,6 +131,9 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
             "examples/04_torch.py does"
         )
         return got, "an array without a gradient of its own", remedy
+    is_deleted = getattr(array, "is_deleted", None)  # JAX's
+    if is_deleted is not None and is_deleted():
+        return f"{got} that was deleted or donated", EXPECTED, "pass one that still has its memory"
     is_neg = getattr(array, "is_neg", None)  # torch's views of a conjugate: DLPack loses the sign
     if is_neg is not None and is_neg():
         return f"{got} with the negative bit set", EXPECTED, f"pass {name}.resolve_neg()"
@@ -130,6 +143,8 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
         return got, EXPECTED, NEW_OUT
     if name in ("dout", "dlse") and isinstance(array, (int, float)):
         return got, EXPECTED, f"pass an array of its shape, such as numpy.full_like({name[1:]}, 1)"
+    if name == "dout" and isinstance(array, tuple):
+        return got, EXPECTED, "pass dout and dlse as two arguments"
     if not isinstance(array, (list, int, float)):
         return got, EXPECTED, "pass an array"
     return got, EXPECTED, f"convert with numpy.asarray({name}) or cupy.asarray({name})"

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cuattn import execute
 from cuattn._arrays import check_destination, on_device, spec_of
-from cuattn._foreign import taken, taken_to_write
+from cuattn._foreign import taken, taken_to_write, was_written
 from cuattn._typing import Array
 from cuattn.errors import DTypeError, explain_argument
 from cuattn.planning.options import (
@@ -66,7 +66,11 @@ def _forward(
         elif keep_lse:
             (lse,) = call.new_lse()
         execute.forward(call.problem, call.layout, q, k, v, out, lse)
-    return (out if given is None else given), (q, k, v, out, lse, call)
+    if given is None:
+        given = out
+    elif given is not out:
+        was_written(given)
+    return given, (q, k, v, out, lse, call)
 
 
 @explains_keywords
@@ -299,7 +303,8 @@ def attention_backward(
     ((1, 3, 1, 2), None)
     """
     if not isinstance(res, Residuals):
-        expected, remedy = "Residuals", "pass the second result of attention_forward"
+        expected = "Residuals"
+        remedy = "pass the second result of attention_forward first, and then dout"
         raise DTypeError(explain_argument("res", type(res).__name__, expected, remedy))
     call = res.call
     if dout is not None:

@@ -7,8 +7,6 @@ needs neither CuPy nor Python when it runs.
 from __future__ import annotations
 
 import operator
-import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from cuattn._arrays import ALIGNMENT, check_aligned, spec_of
 from cuattn._foreign import taken, taken_to_write
 from cuattn._typing import Array
 from cuattn.abi import structs
-from cuattn.abi.emit import host_header
+from cuattn.abi.emit import host_header, is_cpp_name, pass_header
 from cuattn.abi.template import pointer_offsets
 from cuattn.abi.types import Struct
 from cuattn.attention import prepare, takes_options
@@ -35,11 +33,6 @@ from cuattn.precompile import build
 
 #: Pointers to what a call is given or gives; the others are its workspace.
 _ARRAYS = frozenset({"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"})
-
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-#: Pointers that may be null: what they would hold is not written, or is 0.
-_OPTIONAL = frozenset({"lse", "dlse"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ class Kernels:
         self._values = parameters(plan)
         self.op, self.arch, self.struct = problem.op, plan.device.arch, self._struct.name
         size = ITEMSIZE[problem.accumulator]
-        self.workspace = {name: elements * size for name, elements in plan.workspace}
+        self.workspace = {name: elements * size for name, elements in plan.workspace if elements}
         arrays = ["q", "k", "v", "out", "lse"]
         if self.op == "backward":
             arrays += ["dout", "dlse", *("d" + name for name in problem.wrt)]
@@ -106,6 +99,12 @@ class Kernels:
         self.pointers = {name: offset for name, offset in places if name in used}
         of_out = dict.fromkeys(("out", "dout"), ITEMSIZE[problem.out_dtype])
         of_rows = dict.fromkeys(("lse", "dlse"), size)
+        #: Pointers that may be null: what they would hold is not wanted, is 0, or has no elements.
+        self._optional = {"lse", "dlse"} if self.op == "forward" else {"dlse"}
+        if problem.batch * problem.seqlen_q * problem.num_heads_q == 0:
+            self._optional |= {"q", "out", "lse", "dout", "dq"}
+        if problem.batch * problem.seqlen_k * problem.num_heads_kv == 0:
+            self._optional |= {"k", "v", "dk", "dv"}
         self._itemsizes = dict.fromkeys(arrays, ITEMSIZE[problem.dtype]) | of_out | of_rows
 
     def __repr__(self) -> str:
@@ -147,18 +146,23 @@ class Kernels:
             An address is no integer.
         """
         given = {**(addresses or {}), **more}
-        optional = _OPTIONAL if self.op == "forward" else _OPTIONAL - {"lse"}
         unknown = sorted(given.keys() - self.pointers.keys())
-        missing = [name for name in self.pointers if not given.get(name) and name not in optional]
+        checked = {
+            name: self._address(name, address)
+            for name, address in given.items()
+            if name in self.pointers
+        }
+        needed = [name for name in self.pointers if name not in self._optional]
+        missing = [name for name in needed if not checked.get(name)]
         if unknown or missing:
             got = f"unknown {unknown}" if unknown else f"no {missing}"
             remedy = "pass a device address for each of them"
             expected = f"addresses of {list(self.pointers)}"
             raise ArgumentError(explain_argument("addresses", got, expected, remedy))
         packed = bytearray(self._struct.pack(self._values).tobytes())
-        for name, address in given.items():
+        for name, address in checked.items():
             at = self.pointers[name]
-            packed[at : at + 8] = self._address(name, address).to_bytes(8, "little")
+            packed[at : at + 8] = address.to_bytes(8, "little")
         return bytes(packed)
 
     def _address(self, name: str, given: object) -> int:
@@ -197,8 +201,11 @@ class Kernels:
             ``name`` is no C++ name in lower case, or ``folder`` is a file.
         """
         name = self.op if name is None else name
-        if not _NAME.fullmatch(name):
-            expected = "lower-case letters, digits and _, a letter first"
+        expected = "lower-case letters, digits and _, a letter first, and no word of C++"
+        if not isinstance(name, str):
+            got = f"{name!r} of type {type(name).__name__}"
+            raise DTypeError(explain_argument("name", got, expected, "pass a str"))
+        if not is_cpp_name(name):
             raise ArgumentError(explain_argument("name", repr(name), expected, "rename it"))
         folder = Path(folder)
         try:
@@ -216,55 +223,25 @@ class Kernels:
         return header
 
     def _header(self, name: str) -> str:
-        values = textwrap.fill(self._struct.literal(self._values), 96)
-        launches = [
-            f'    Launch{{"{each.name}", "{each.name}.{self.arch}.cubin",\n'
-            f"           {each.grid[0]}, {each.block[0]}, {each.smem_bytes}}},"
-            for each in self
-        ]
         buffers = [each for each in pointer_offsets(self._struct) if each not in _ARRAYS]
-        sizes = [
-            f"constexpr std::size_t k{each.title().replace('_', '')}Bytes = "
-            f"{self.workspace.get(each, 0)};"
-            for each in buffers
-        ]
-        guard = f"CUATTN_{name.upper()}_H"
-        return "\n".join(
+        return pass_header(
+            name,
+            f"the {self.op} of one call",
+            self.arch,
+            (self._struct, self._values),
             [
-                f"// GENERATED by cuattn.kernels (MIT licence): the {self.op} of one call.",
-                f"#ifndef {guard}",
-                f"#define {guard}",
-                "",
-                '#include "cuattn_abi.h"',
-                "",
-                f"namespace cuattn::{name} {{",
-                "",
-                "// What the cubins run on: X.y on X.z with z >= y, but sm_90a on 9.0 alone.",
-                f'constexpr char kArch[] = "{self.arch}";',
-                "",
-                "// Bytes of an element of q, k, v and the gradients; of out and dout; of lse.",
-                f"constexpr std::size_t kItemsize = {self._itemsizes['q']};",
-                f"constexpr std::size_t kOutItemsize = {self._itemsizes['out']};",
-                f"constexpr std::size_t kLseItemsize = {self._itemsizes['lse']};",
-                "",
-                "// Bytes of each buffer beyond the arrays; 0: leave its pointer null. Calls one",
-                "// after another on a stream may share them, calls on two streams may not.",
-                *sizes,
-                "",
-                "// In this order, on one stream, all with the same parameters.",
-                f"constexpr std::array<Launch, {len(self)}> kLaunches = {{",
-                *launches,
-                "};",
-                "",
-                f"// All but the addresses: {', '.join(self.pointers)}.",
-                f"constexpr {self.struct} kParams =",
-                f"{textwrap.indent(values, '    ')};",
-                "",
-                f"}}  // namespace cuattn::{name}",
-                "",
-                "#endif",
-                "",
-            ]
+                (
+                    each.name,
+                    f"{each.name}.{self.arch}.cubin",
+                    each.grid[0],
+                    each.block[0],
+                    each.smem_bytes,
+                )
+                for each in self
+            ],
+            {each: self.workspace.get(each, 0) for each in buffers},
+            {each: self._itemsizes[each] for each in ("q", "out", "lse")},
+            list(self.pointers),
         )
 
 

@@ -23,7 +23,7 @@ from cuattn._arrays import (
     share_memory,
     spec_of,
 )
-from cuattn._foreign import taken, taken_to_write
+from cuattn._foreign import taken, taken_to_write, was_written
 from cuattn._typing import Array
 from cuattn.attention import prepare, takes_options
 from cuattn.errors import ArgumentError, explain_argument
@@ -236,6 +236,9 @@ class Executable:
                 self._workspace_address(),
             )
         self._last = arrays
+        for name, given in (("out", self.out if out is None else out), ("lse", lse)):
+            if given is not None and given is not arrays[name]:
+                was_written(given)
         out = self.out if out is None else out
         if not self._return_lse:
             return out

@@ -87,7 +87,7 @@ class AttentionGradients(torch.autograd.Function):
 
 
 #: A compiled function breaks its graph here: cuattn computes with arrays that have values.
-apply_attention = torch.compiler.disable(Attention.apply, reason="cuattn needs values")
+apply_attention = torch.compiler.disable(Attention.apply, reason="cuattn needs values, keep it")
 
 
 def attention(q, k, v, *, return_lse=False, **options):
@@ -98,6 +98,8 @@ def attention(q, k, v, *, return_lse=False, **options):
     does. ``torch.func.grad`` and ``vjp`` go through it. Second derivatives, forward mode and
     ``torch.vmap`` do not, nor does ``torch.compile(..., fullgraph=True)``: they raise an error.
     """
+    if "out" in options:
+        raise TypeError("out= cannot be differentiated: torch would not see that it is written")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (each if each.dtype == torch.float64 else each.to(dtype) for each in (q, k, v))

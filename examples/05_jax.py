@@ -44,8 +44,11 @@ def as_jax(array):
 def attention_with(*, return_lse=False, **options):
     """``cuattn.attention`` with these options, as a function of q, k and v that JAX can pull back.
 
+    Options go here: ``attention = attention_with(causal=True)``, then ``attention(q, k, v)``.
     ``custom_vjp`` calls the functions below with arrays, not tracers, as long as nobody jits.
     """
+    if "out" in options:
+        raise TypeError("out= cannot be differentiated: JAX would not see that it is written")
 
     def as_results(results):
         return jax.tree.map(as_jax, results)  # of out, or of out and lse

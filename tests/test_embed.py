@@ -142,6 +142,20 @@ def test_what_may_be_null_may_be_left_out():
     assert forward.params(some) == forward.params(some, lse=None)
 
 
+def test_what_has_no_elements_needs_no_address():
+    some, none = np.empty((2, 7, 2, 64), np.float16), np.empty((2, 0, 2, 64), np.float16)
+    for q, k, needed in (
+        (none, some, {"k", "v", "dk", "dv"}),
+        (some, none, {"q", "out", "lse", "dout", "dq"}),
+    ):
+        kernels = cuattn.kernels(q, k, k, device="sm_90a", backward=True)
+        assert 0 not in kernels.workspace.values()
+        needed |= set(kernels.workspace)
+        where = {name: at for name, at in addresses(kernels).items() if name in needed}
+        assert len(kernels.params(where)) == structs.BwdParams.dtype.itemsize
+        refused(cuattn.ArgumentError, "addresses", run=lambda k=kernels: k.params())
+
+
 BAD_ADDRESSES = {
     "none": ("addresses", 0, "no ['q']"),
     "negative": ("q", -2, "-0x2"),
@@ -150,6 +164,7 @@ BAD_ADDRESSES = {
     "between rows": ("lse", 4098, "multiple of 4"),
     "workspace": ("dq_sum", 4096 + 128, "multiple of 256"),
     "no integer": ("q", 1.5, "float"),
+    "array": ("q", np.ones(2), "ndarray"),
     "text": ("q", "4096", "str"),
 }
 
@@ -160,7 +175,7 @@ def test_an_address_that_no_kernel_can_use_is_refused(kind):
     q = np.empty((2, 2000, 2, 64), np.float16)
     backward = cuattn.kernels(q, q, q, device="sm_90a", backward=True)
     where = addresses(backward) | {"q" if name == "addresses" else name: address}
-    error = cuattn.DTypeError if isinstance(address, (float, str)) else cuattn.ArgumentError
+    error = cuattn.ArgumentError if isinstance(address, int) else cuattn.DTypeError
     refused(error, name, got, run=lambda: backward.params(where))
 
 
@@ -247,8 +262,9 @@ def test_what_is_saved_serves_a_cpp_program(tmp_path):
 
 def test_what_cannot_be_saved_is_told(tmp_path):
     forward = given()
-    for name in ("", "Forward", "a-b", "1st"):
+    for name in ("", "Forward", "a-b", "1st", "double", "abi", "std"):
         refused(cuattn.ArgumentError, "name", run=lambda n=name: forward.save(tmp_path / "x", n))
+    refused(cuattn.DTypeError, "name", "int", run=lambda: forward.save(tmp_path / "x", 3))
     assert not (tmp_path / "x").exists()
     (tmp_path / "file").write_text("")
     refused(cuattn.ArgumentError, "folder", "file", run=lambda: forward.save(tmp_path / "file"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from calls import draw, refused, same_bits
 from strategies import DTYPES, dtype_of
+from wrapped import example
 
 import cuattn
 from cuattn._foreign import taken, taken_to_write
@@ -103,6 +104,40 @@ def test_out_of_torch_is_written_in_place_and_returned(dtype):
 
     second, residuals = cuattn.attention_forward(q, k, v, out=torch.empty_like(out))
     assert residuals.out.ctypes.data == second.data_ptr()
+
+
+def test_torch_knows_that_out_was_written():
+    """What a gradient needs and is overwritten is an error of torch's, not a wrong gradient."""
+    torch = needs.library("torch")
+    q, k, v = map(to_torch, draw(*SHAPES[:3]))
+    run = cuattn.plan(q, k, v)
+    for call in (cuattn.attention, run):
+        out = torch.ones(SHAPES[3])
+        weight = torch.ones(SHAPES[3], requires_grad=True)
+        loss = (weight * out).sum()
+        call(q, k, v, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        assert cuattn.attention(q, k, v, out=torch.ones(SHAPES[3])).shape == SHAPES[3]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_wrappers_of_the_examples_take_no_out(library):
+    """Gradients would be taken at what it holds by then, and nobody would know."""
+    needs.library(library)
+    q = TO[library](draw(SHAPES[0])[0])
+    with pytest.raises(TypeError, match="out= cannot be differentiated"):
+        if library == "torch":
+            example("torch").attention(q, q, q, out=q.clone())
+        else:
+            example("jax").attention_with(out=q)
+
+
+def test_a_deleted_array_of_jax_is_told():
+    q = to_jax(draw(SHAPES[0])[0])
+    q.delete()
+    refused(cuattn.DTypeError, "q", "deleted", run=lambda: cuattn.attention(q, q, q))
 
 
 def test_out_of_jax_is_not_to_be_written():

@@ -84,7 +84,9 @@ def test_jax_is_told_where_to_call(jax, of_jax, transform):
 def test_jax_is_told_of_custom_vjp(jax):
     """Where somebody differentiates cuattn itself."""
     q, k, v = map(jax.numpy.asarray, draw(*[(2, 7, 2, 8)] * 3, dtype="float32"))
-    with pytest.raises(cuattn.DTypeError, match=r"jax\.grad through a jax\.custom_vjp as in examp"):
+    with pytest.raises(
+        cuattn.DTypeError, match=r"jax\.grad .* through a jax\.custom_vjp as in examp"
+    ):
         jax.grad(lambda q: jax.numpy.asarray(cuattn.attention(q, k, v)).sum())(q)
 
 

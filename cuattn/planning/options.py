@@ -73,9 +73,15 @@ _ELSEWHERE = {
     "is_causal": "causal=",
     "scale": "softmax_scale=",
     "sm_scale": "softmax_scale=",
-    "attn_mask": "mask= (not available yet)",
+    "attn_mask": "mask= (not available yet; leave None out)",
+    "key_padding_mask": "mask= (not available yet)",
     "attn_bias": "bias= (not available yet)",
     "window_size": "window= (not available yet)",
+    "logit_cap": "softcap= (not available yet)",
+    "wrt": "it to vjp or attention_backward",
+    "dout": "it to vjp or attention_backward",
+    "dtype": "arrays of that dtype, or out_dtype=",
+    "arch": "device=, where there is one",
     "enable_gqa": "nothing: k and v may have fewer heads than q",
     "query": "q",
     "key": "k",
@@ -85,10 +91,10 @@ _ELSEWHERE = {
 
 def _unknown_option(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's own error for a keyword that does not exist, with what may have been meant."""
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.75)
     meant = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else "")
     hint = f"; pass {meant}" if meant else ""
-    if name == "return_lse" and not near:
+    if name == "return_lse" and function == "attention_forward":
         hint = "; lse is in the residuals"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
@@ -193,7 +199,8 @@ def read_band(options: Options, seqlen_q: int, seqlen_k: int) -> Band:
                 f"seqlen_q {seqlen_q} and seqlen_k {seqlen_k} without positions",
                 "align or q_offset/k_offset where the lengths differ",
                 "pass align='bottom_right' (as FlashAttention), align='top_left' (as torch SDPA), "
-                "or q_offset= and, for a piece of a longer key space, k_offset=, where they begin",
+                "q_offset= and, for a piece of a longer key space, k_offset=, where they begin; or "
+                "check the layout",
             )
         )
     return Band.clamped(None, q_offset - k_offset, seqlen_q, seqlen_k)
