@@ -1,5 +1,6 @@
 """What is no array of numbers in memory is refused, with what to do."""
 
+import ml_dtypes
 import needs
 import numpy as np
 import pytest
