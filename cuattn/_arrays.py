@@ -91,10 +91,10 @@ def check_dtype(name: str, spec: ArraySpec) -> str:
         remedy = f"convert with {name}.astype({name}.dtype.newbyteorder('='))"
     elif spec.dtype.kind == "c":
         remedy = "attention of complex numbers has no softmax; pass real arrays"
-    elif spec.dtype.kind in "SUMm":
-        remedy = "pass an array of real numbers"
-    elif spec.dtype == np.uint16:
+    elif spec.dtype == np.uint16 or spec.dtype.str == "|V2":  # as files hold bfloat16
         remedy = f"pass {name}.view('bfloat16') if these are its bits, or convert to a float dtype"
+    elif spec.dtype.kind in "SUMmV" and spec.dtype.isbuiltin != 2:  # 2: of ml_dtypes
+        remedy = "pass an array of real numbers"
     else:
         is_wide = spec.dtype.itemsize >= np.dtype("int64").itemsize
         remedy = f"convert with {name}.astype({'float64' if is_wide else 'float32'!r})"

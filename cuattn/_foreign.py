@@ -26,9 +26,6 @@ EXPECTED = "an array: NumPy's, CuPy's, or one that shares its memory over DLPack
 #: Types whose arrays are taken as they are; CuPy's is added when the first one comes.
 _NATIVE: set[type] = {np.ndarray}
 
-#: What an exporter may raise; a message of its own says why.
-_REFUSALS = (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError)
-
 
 def taken(name: str, array: object) -> Array:
     """An argument as a NumPy or CuPy array over the same memory.
@@ -44,23 +41,32 @@ def taken(name: str, array: object) -> Array:
     if cupy is not None and isinstance(array, cupy.ndarray):
         _NATIVE.add(type(array))
         return array
-    array = _without_gradient(array)
-    refusal = _why_no_array(name, array)
-    if refusal is not None:
-        raise DTypeError(explain_argument(name, *refusal))
-    if isinstance(array, np.ndarray):
-        return array
     try:
-        return _imported(name, array)
-    except _REFUSALS as error:
-        if isinstance(error, DTypeError):
-            raise
-        got = f"{_type_of(array)}, which its library does not share ({error})"
-        remedy = (
-            f"pass a dense array of {', '.join(ACCUMULATOR)} in memory, from outside of transforms "
-            "such as torch.func"
-        )
-        raise DTypeError(explain_argument(name, got, EXPECTED, remedy)) from error
+        array = _without_gradient(array)
+        native = _imported(name, array)
+    except DTypeError:
+        raise
+    except Exception as error:
+        raise DTypeError(_not_shared(name, array, str(error))) from error
+    if native is not array and native.size and not _has_memory(native):
+        raise DTypeError(_not_shared(name, array, "it has no memory"))
+    return native
+
+
+def _has_memory(native: Array) -> bool:
+    """Whether the exporter gave any; for a null pointer NumPy makes memory of its own."""
+    if isinstance(native, np.ndarray):
+        return not native.flags.owndata
+    return bool(native.data.ptr)
+
+
+def _not_shared(name: str, array: object, why: str) -> str:
+    got = f"{_type_of(array)}, which its library does not share ({why})"
+    remedy = (
+        f"pass a dense array of {', '.join(ACCUMULATOR)} in memory, from outside of transforms "
+        "such as torch.func"
+    )
+    return explain_argument(name, got, EXPECTED, remedy)
 
 
 def taken_to_write(name: str, array: object) -> Array:
@@ -98,6 +104,13 @@ def _without_gradient(array: Any) -> Any:
     return array
 
 
+def _has_tangent(array: object) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return False
+    return torch.autograd.forward_ad.unpack_dual(array).tangent is not None
+
+
 def _type_of(array: object) -> str:
     kind = type(array)
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -131,6 +144,9 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
             "examples/04_torch.py does"
         )
         return got, "an array without a gradient of its own", remedy
+    if _has_tangent(array):
+        expected = "an array without a tangent, for there is no forward mode"
+        return f"{got} with a tangent", expected, f"pass {name}.detach()"
     is_deleted = getattr(array, "is_deleted", None)  # JAX's
     if is_deleted is not None and is_deleted():
         return f"{got} that was deleted or donated", EXPECTED, "pass one that still has its memory"
@@ -156,11 +172,16 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _BFLOAT = 4
 _VERSION = (1, 0)
-_IS_READ_ONLY = 1
+_IS_READ_ONLY, _IS_COPIED = 1, 2
 _LEGACY_STREAM = 1  # 0 is not allowed, for it may mean two streams
 
 
 def _imported(name: str, array: Any) -> Array:
+    refusal = _why_no_array(name, array)
+    if refusal is not None:
+        raise DTypeError(explain_argument(name, *refusal))
+    if isinstance(array, np.ndarray):
+        return array
     if not hasattr(array, "__dlpack__"):
         return _cupy(name, array).asarray(array)
     kind, index = map(int, array.__dlpack_device__())
@@ -172,7 +193,7 @@ def _imported(name: str, array: Any) -> Array:
         raise DTypeError(explain_argument(name, got, expected, remedy))
     try:
         return np.from_dlpack(array)
-    except _REFUSALS as error:
+    except Exception as error:  # noqa: BLE001 - NumPy's refusals are of many classes
         return _bfloat16(array, error)
 
 
@@ -188,13 +209,18 @@ def _cupy(name: str, array: object) -> Any:
 
 def _is_writable(native: Array, array: Any) -> bool:
     """Whether an array may be written by others, as far as its library says; CuPy does not ask."""
-    if isinstance(native, np.ndarray):
-        return native.flags.writeable
     if not hasattr(array, "__dlpack__"):
         return not array.__cuda_array_interface__["data"][1]
-    stream = sys.modules["cupy"].cuda.get_current_stream().ptr or _LEGACY_STREAM
-    managed, _ = _managed(_capsule(array, stream))
-    return isinstance(managed, _Versioned) and not managed.flags & _IS_READ_ONLY
+    stream = None
+    if isinstance(native, np.ndarray):
+        if not native.flags.writeable:
+            return False
+    else:
+        stream = sys.modules["cupy"].cuda.get_current_stream().ptr or _LEGACY_STREAM
+    capsule = _capsule(array, stream)  # held: what it holds goes with it
+    managed, _ = _managed(capsule)
+    is_versioned = isinstance(managed, _Versioned)
+    return is_versioned and not managed.flags & (_IS_READ_ONLY | _IS_COPIED)
 
 
 class _Tensor(ctypes.Structure):
@@ -275,11 +301,14 @@ def _bfloat16(array: Any, refusal: Exception) -> Array:
     tensor = managed.tensor
     if isinstance(managed, _Versioned) and managed.major > _VERSION[0]:
         raise refusal
-    if (tensor.code, tensor.bits, tensor.lanes) != (_BFLOAT, 16, 1):
+    is_host = tensor.device_type in (_CPU, _CUDA_HOST) and tensor.ndim >= 0
+    if not is_host or (tensor.code, tensor.bits, tensor.lanes) != (_BFLOAT, 16, 1):
         raise refusal
     shape = tuple(tensor.shape[: tensor.ndim])
     if math.prod(shape) == 0:
         return np.empty(shape, ml_dtypes.bfloat16)  # there is nothing to share, not even an address
+    if not tensor.data:
+        raise BufferError("it has no memory")
     strides = tuple(2 * step for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     memory = _Memory(shape, strides, tensor.data + tensor.byte_offset)
     # Ours from here on: whoever uses the memory last has it freed.

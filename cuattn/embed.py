@@ -6,10 +6,13 @@ needs neither CuPy nor Python when it runs.
 
 from __future__ import annotations
 
-import operator
+import numbers
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, overload
 
 from cuattn._arrays import ALIGNMENT, check_aligned, spec_of
@@ -77,9 +80,9 @@ class Kernels:
     struct : str
         The parameter struct that every kernel takes by value: "FwdParams" or "BwdParams", declared
         in ``kernels_cu/base/abi.cuh`` and, for host programs, in what ``save`` writes.
-    pointers : dict of str to int
+    pointers : mapping of str to int
         The byte in the struct at which each address lies, by name: the arrays, and the workspace.
-    workspace : dict of str to int
+    workspace : mapping of str to int
         Bytes of device memory that each buffer takes beyond the arrays, aligned to 256.
     """
 
@@ -90,13 +93,15 @@ class Kernels:
         self._values = parameters(plan)
         self.op, self.arch, self.struct = problem.op, plan.device.arch, self._struct.name
         size = ITEMSIZE[problem.accumulator]
-        self.workspace = {name: elements * size for name, elements in plan.workspace if elements}
+        sizes = {name: elements * size for name, elements in plan.workspace if elements}
+        self.workspace: Mapping[str, int] = MappingProxyType(sizes)
         arrays = ["q", "k", "v", "out", "lse"]
         if self.op == "backward":
             arrays += ["dout", "dlse", *("d" + name for name in problem.wrt)]
         used = {*arrays, *self.workspace}
         places = pointer_offsets(self._struct).items()
-        self.pointers = {name: offset for name, offset in places if name in used}
+        its = {name: offset for name, offset in places if name in used}
+        self.pointers: Mapping[str, int] = MappingProxyType(its)
         of_out = dict.fromkeys(("out", "dout"), ITEMSIZE[problem.out_dtype])
         of_rows = dict.fromkeys(("lse", "dlse"), size)
         #: Pointers that may be null: what they would hold is not wanted, is 0, or has no elements.
@@ -145,14 +150,17 @@ class Kernels:
         DTypeError
             An address is no integer.
         """
+        if addresses is not None and not isinstance(addresses, Mapping):
+            got, remedy = type(addresses).__name__, "pass a dict of names and addresses"
+            raise DTypeError(explain_argument("addresses", got, "a mapping", remedy))
         given = {**(addresses or {}), **more}
-        unknown = sorted(given.keys() - self.pointers.keys())
+        unknown = sorted(given.keys() - self.pointers.keys(), key=str)
         checked = {
             name: self._address(name, address)
             for name, address in given.items()
             if name in self.pointers
         }
-        needed = [name for name in self.pointers if name not in self._optional]
+        needed = [name for name in self.pointers if self and name not in self._optional]
         missing = [name for name in needed if not checked.get(name)]
         if unknown or missing:
             got = f"unknown {unknown}" if unknown else f"no {missing}"
@@ -166,11 +174,11 @@ class Kernels:
         return bytes(packed)
 
     def _address(self, name: str, given: object) -> int:
-        try:
-            address = 0 if given is None else operator.index(given)  # type: ignore[arg-type]
-        except TypeError as error:
+        is_integer = isinstance(given, numbers.Integral) and not isinstance(given, bool)
+        if not is_integer and given is not None:
             got, remedy = f"{given!r} of type {type(given).__name__}", "pass an int"
-            raise DTypeError(explain_argument(name, got, "a device address", remedy)) from error
+            raise DTypeError(explain_argument(name, got, "a device address", remedy))
+        address: int = int(given or 0)  # type: ignore[call-overload]
         alignment = ALIGNMENT if name in self.workspace else self._itemsizes[name]
         if not 0 <= address < 1 << 64 or address % alignment:
             got, expected = f"{address:#x}", f"a device address, a multiple of {alignment}"
@@ -215,11 +223,11 @@ class Kernels:
             raise ArgumentError(explain_argument("folder", folder, "a folder", remedy)) from error
         for launch in self:
             stem = f"{launch.name}.{self.arch}"
-            (folder / f"{stem}.cubin").write_bytes(launch.cubin)
-            (folder / f"{stem}.cu").write_text(launch.source, encoding="utf-8")
-        (folder / "cuattn_abi.h").write_text(host_header(), encoding="utf-8")
+            _write(folder / f"{stem}.cubin", launch.cubin)
+            _write(folder / f"{stem}.cu", launch.source.encode())
+        _write(folder / "cuattn_abi.h", host_header().encode())
         header = folder / f"cuattn_{name}.h"
-        header.write_text(self._header(name), encoding="utf-8")
+        _write(header, self._header(name).encode())
         return header
 
     def _header(self, name: str) -> str:
@@ -243,6 +251,18 @@ class Kernels:
             {each: self._itemsizes[each] for each in ("q", "out", "lse")},
             list(self.pointers),
         )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """In one step, for who reads it meanwhile."""
+    handle, name = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).chmod(0o644)  # why: mkstemp makes it private
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 @takes_options

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -217,25 +217,20 @@ class Executable:
         for name, given in (("out", out), ("lse", lse)):
             if given is not None:
                 arrays[name] = taken_to_write(name, given)
-                check_writable(name, arrays[name])
                 self._check_looks(name, arrays[name])
             elif name in self._own:
                 arrays[name] = self._own[name]
+            if name in arrays:
+                check_writable(name, arrays[name])
         self._check_apart(("out", "lse"), arrays)
         call = self._call
         with on_device(call.device):
             self._check_stream()
-            execute.forward(
-                call.problem,
-                call.layout,
-                arrays["q"],
-                arrays["k"],
-                arrays["v"],
-                arrays["out"],
-                arrays.get("lse"),
-                self._workspace_address(),
-            )
-        self._last = arrays
+            self._last = None  # an interrupted call leaves nothing to differentiate
+            its = (arrays["q"], arrays["k"], arrays["v"], arrays["out"], arrays.get("lse"))
+            execute.forward(call.problem, call.layout, *its, self._workspace_address())
+        if self._backwards:
+            self._last = arrays
         for name, given in (("out", self.out if out is None else out), ("lse", lse)):
             if given is not None and given is not arrays[name]:
                 was_written(given)
@@ -287,33 +282,37 @@ class Executable:
         backward, call = self._backwards[dout is not None, dlse is not None], self._call
         with on_device(call.device):
             self._check_stream()
-            execute.backward(
-                backward.problem,
-                call.layout,
-                arrays["q"],
-                arrays["k"],
-                arrays["v"],
-                arrays["out"],
-                arrays["lse"],
-                arrays.get("dout", self._zero),
-                arrays.get("dlse"),
-                own.get("dq"),
-                own.get("dk"),
-                own.get("dv"),
-                self._workspace_address(),
-            )
+            its = (arrays["q"], arrays["k"], arrays["v"], arrays["out"], arrays["lse"])
+            cotangents = (arrays.get("dout", self._zero), arrays.get("dlse"))
+            gradients = (own.get("dq"), own.get("dk"), own.get("dv"))
+            given = (*its, *cotangents, *gradients, self._workspace_address())
+            execute.backward(backward.problem, call.layout, *given)
         return self.gradients
 
     def release(self) -> None:
         """Wait for what it launched; then it may be used on another stream, or in another thread.
 
-        A stream that is being captured cannot be waited for: end the capture first.
+        A stream that is being captured cannot be waited for: end the capture first. One that every
+        thread has for itself is waited for in its thread.
+
+        Raises
+        ------
+        ArgumentError
+            It was used on the per-thread stream of another thread.
         """
         if self._stream is not None:
-            _, stream = self._stream
+            (_, thread), stream = self._stream
+            if thread not in (0, threading.get_ident()):
+                expected, remedy = f"thread {thread}, whose stream it is", "call release() there"
+                got = f"thread {threading.get_ident()}"
+                raise ArgumentError(explain_argument("thread", got, expected, remedy))
             with on_device(self._call.device):
                 stream.synchronize()
         self._stream = None
+
+    def __reduce__(self) -> NoReturn:
+        # why: two would write the same memory, and neither would know
+        raise TypeError("an Executable is not copied or pickled: make another plan")
 
     def __repr__(self) -> str:
         passes = "forward and backward" if self._backwards else "forward"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cuattn._arrays import spec_of
 from cuattn._foreign import taken
 from cuattn._typing import Array
+from cuattn.errors import DTypeError, explain_argument
 from cuattn.planning.validate import ForwardCall, moved_call
 
 
@@ -15,7 +18,7 @@ class Residuals:
     """What a backward needs of its forward: references, not copies.
 
     Do not change any of these arrays in place before the backward: it would differentiate
-    another function, silently.
+    another function, silently. For other arrays there is ``rebuild``, which checks them.
 
     Attributes
     ----------
@@ -60,10 +63,17 @@ class Residuals:
         ArgumentError, DTypeError
             An array does not fit; the message names it.
         """
+        if not isinstance(call, ForwardCall):
+            expected, remedy = "a ForwardCall", "pass residuals.call"
+            raise DTypeError(explain_argument("call", type(call).__name__, expected, remedy))
         q, k, v, out = taken("q", q), taken("k", k), taken("v", v), taken("out", out)
         lse = taken("lse", lse)
         moved = moved_call(call, *map(spec_of, (q, k, v, out, lse)))
         return Residuals(q, k, v, out, lse, moved)
+
+    def __reduce__(self) -> tuple[Callable[..., Residuals], tuple[Any, ...]]:
+        # Copies have other strides than the arrays they are of.
+        return Residuals.rebuild, (self.call, self.q, self.k, self.v, self.out, self.lse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

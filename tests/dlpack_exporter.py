@@ -65,8 +65,10 @@ class Exporter:
     something else than the array.
     """
 
-    def __init__(self, array, *, read_only=False, versioned=True, byte_offset=0, **changes):
-        self.array, self.read_only, self.versioned = array, read_only, versioned
+    def __init__(
+        self, array, *, read_only=False, copied=False, versioned=True, byte_offset=0, **changes
+    ):
+        self.array, self.flags, self.versioned = array, int(read_only) + 2 * int(copied), versioned
         self.byte_offset, self.changes, self.asked = byte_offset, changes, []
         # why kept: one that nobody takes needs no destructor, which would run amid an error
         self.capsules = {}
@@ -93,7 +95,7 @@ class Exporter:
         tensor["lanes"] = 1
         tensor["shape"], tensor["strides"] = lengths.ctypes.data, lengths[1:].ctypes.data
         if versioned:
-            managed["version"], managed["flags"] = (1, 0), int(self.read_only)
+            managed["version"], managed["flags"] = (1, 0), self.flags
         for name, value in self.changes.items():
             tensor[name] = value
         held[managed.ctypes.data] = managed, lengths, array

@@ -61,7 +61,8 @@ BAD_DTYPES = {
     "int64": (np.int64, ".astype('float64')"),
     "uint16": (np.uint16, ".view('bfloat16')"),
     "float8": (ml_dtypes.float8_e4m3fn, ".astype('float32')"),
-    "structured": ([("x", "f4")], ".astype('float32')"),
+    "structured": ([("x", "f4")], "real numbers"),
+    "bfloat16 of a file": (np.dtype("V2"), ".view('bfloat16')"),
     "non-native": (np.dtype("f4").newbyteorder(), "newbyteorder('=')"),
 }
 if np.dtype(np.longdouble) != np.dtype(np.float64):

@@ -1,11 +1,17 @@
 """A plan computes what the call computes, bit for bit, and refuses what it was not made for."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import numpy as np
 import pytest
 from calls import draw, qkv, refused, same_bits
 from engines import FORWARD_ENGINES
 
 import cuattn
+from cuattn import execute
 from cuattn._arrays import LAYOUTS, byte_bounds, spec_of
 
 SHAPES = (2, 150, 4, 40), (2, 200, 2, 40), (2, 200, 2, 24), (2, 150, 4, 24)
@@ -187,6 +193,42 @@ def test_interleaved_memory_does_not_overlap(engine):
     memory = engine.xp.zeros((2, 20, 2, 8, 2), draw((1,))[0].dtype)
     q, out = memory[..., 0], memory[..., 1]
     assert cuattn.plan(q, q, q, out=out)(q, q, q) is out
+
+
+def test_an_interrupted_call_leaves_nothing_to_differentiate(monkeypatch):
+    q, k, v = qkv()
+    run = cuattn.plan(q, k, v, backward=True)
+    out = run(q, k, v).copy()
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(k, q, v)
+    refused(cuattn.ArgumentError, "backward", "run(q, k, v)", run=lambda: run.backward(out))
+    run(q, k, v)
+    expected = cuattn.attention_vjp(q, k, v)[1](out)
+    assert all(map(same_bits, fields(run.backward(out)), fields(expected)))
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(how):
+    run = cuattn.plan(*qkv())
+    with pytest.raises(TypeError, match="another plan"):
+        how(run)
+
+
+def test_a_plan_of_a_forward_keeps_no_input():
+    q, k, v = qkv()
+    run = cuattn.plan(q, k, v)
+    gone = weakref.ref(q)
+    run(q, k, v)
+    del q
+    gc.collect()
+    assert gone() is None
+    assert run.out is not None
 
 
 def test_misuse_is_told_what_to_do():

@@ -1,14 +1,18 @@
 """What is no array of numbers in memory is refused, with what to do."""
 
+import ctypes
+
 import ml_dtypes
 import needs
 import numpy as np
 import pytest
 from calls import draw, refused, same_bits
+from dlpack_exporter import Exporter, held
 from test_foreign import LIBRARIES, SHAPES, TO, to_jax, to_torch
 from wrapped import example
 
 import cuattn
+from cuattn._foreign import taken_to_write
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -95,7 +99,32 @@ def test_a_tracer_is_told_where_to_call(transform):
         function(to_jax(draw((1, *SHAPES[0]))[0]))
 
 
+def without_storage(torch):
+    """A tensor whose memory was given back, as sharded training does."""
+    tensor = torch.ones(2, 2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def of_a_subclass(torch):
+    """A tensor that is made of others and has no memory itself, as distributed ones."""
+
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (2, 2))
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    return Wrapped()
+
+
 TORCH_REFUSALS = {
+    "without storage": (without_storage, "it has no memory"),
+    "made of others": (of_a_subclass, "does not share"),
+    "zeros in no place": (lambda torch: torch._efficientzerotensor((2, 2)), "it has no memory"),
     "conjugate": (lambda torch: torch.ones(2, 2, dtype=torch.complex64).conj(), "conjugate bit"),
     "negated": (lambda torch: torch.ones(2, 2, dtype=torch.complex64).conj().imag, "resolve_neg"),
     "sparse": (lambda torch: torch.ones(2, 2).to_sparse(), "torch.strided"),
@@ -109,6 +138,85 @@ def test_what_torch_does_not_share_is_refused_with_its_reason(kind):
     array = make(needs.library("torch"))
     run = lambda: cuattn.attention(array, array, array, layout="sd")  # noqa: E731
     refused(cuattn.DTypeError, "q", reason, run=run)
+
+
+@pytest.mark.parametrize("how", ["read_only", "copied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_out_is_the_memory_of_the_array_itself(dtype, how):
+    """What a library made for the occasion would be written and dropped."""
+    q, k, v = draw(*SHAPES[:3], dtype=dtype)
+    memory = np.zeros(SHAPES[3], q.dtype)
+    out = Exporter(memory, **{how: True})
+    refused(
+        cuattn.ArgumentError,
+        *("out", "read-only", "Exporter"),
+        run=lambda: cuattn.attention(q, k, v, out=out),
+    )
+    assert not memory.any()
+
+
+scribbled = []
+
+
+@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+def scribble(_capsule):
+    """The destructor of a capsule: what it held says something else from now on."""
+    for managed in scribbled:
+        managed["flags"] = 1
+
+
+set_destructor = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCapsule_SetDestructor", ctypes.pythonapi)
+)
+
+
+class Forgetful(Exporter):
+    """Of whose capsules nothing is left as soon as nobody has them."""
+
+    def __dlpack__(self, **request):
+        capsule = super().__dlpack__(**request)
+        scribbled[:] = [held[address][0] for address in self.capsules]
+        self.capsules.clear()
+        set_destructor(capsule, ctypes.cast(scribble, ctypes.c_void_p))
+        return capsule
+
+
+def test_flags_are_read_before_a_capsule_is_gone():
+    memory = np.zeros(4, np.float32)
+    native = taken_to_write("out", Forgetful(memory))
+    assert np.shares_memory(native, memory)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch itself
+def test_a_tangent_is_not_dropped():
+    torch = needs.library("torch")
+    forward = torch.autograd.forward_ad
+    q = torch.ones(2, 2)
+    with forward.dual_level():
+        dual = forward.make_dual(q, q)
+        run = lambda: cuattn.attention(dual, q, q, layout="sd")  # noqa: E731
+        refused(cuattn.DTypeError, "q", "tangent", "detach()", run=run)
+        assert cuattn.attention(q, q, q, layout="sd").shape == (2, 2)
+
+
+class Raising:
+    """An array whose library fails in a way of its own."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **how):
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [KeyError, OverflowError, OSError, AssertionError, BufferError])
+def test_whatever_an_exporter_raises_is_told_with_the_name(kind):
+    array = Raising(kind("so and so"))
+    run = lambda: cuattn.attention(array, array, array)  # noqa: E731
+    refused(cuattn.DTypeError, "q", "so and so", "dense array", run=run)
 
 
 @pytest.mark.parametrize("name", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])

@@ -23,7 +23,7 @@ IMPORTS = {
     "jit": ("errors", "abi"),
     "cpu": ("errors", "_typing", "states", "planning"),
     "execute": ("errors", "_typing", "_arrays", "abi", "planning", "jit", "cpu"),
-    "residuals": ("_typing", "_foreign", "_arrays", "planning"),
+    "residuals": ("errors", "_typing", "_foreign", "_arrays", "planning"),
     "attention": ("errors", "_typing", "_foreign", "_arrays", "planning", "execute", "residuals"),
     "precompile": ("abi", "planning", "jit", "execute"),
     "explain": (

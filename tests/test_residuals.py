@@ -1,9 +1,12 @@
 """Residuals rebuilt from arrays that were kept elsewhere differentiate the same call."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from calls import draw, refused, same_bits
-from engines import FORWARD_ENGINES
+from engines import FORWARD_ENGINES, NumpyEngine
 
 import cuattn
 from cuattn import Residuals
@@ -85,6 +88,25 @@ def test_lse_is_in_c_order(engine):
         *("lse", "strides", "ascontiguousarray"),
         run=lambda: Residuals.rebuild(res.call, **arrays),
     )
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda res: pickle.loads(pickle.dumps(res))])
+def test_copies_have_the_strides_of_their_own_arrays(how):
+    """A copy of a view is no view; its elements are where its call says."""
+    engine = NumpyEngine()
+    res, dout, expected = forward(engine)
+    again = how(res)
+    strides = [step // again.q.itemsize for step in again.q.strides]
+    assert list(again.call.problem.layouts.q) == strides
+    assert again.q.strides != res.q.strides
+    assert same_gradients(engine, cuattn.attention_backward(again, dout), expected)
+
+
+def test_what_is_no_call_is_refused():
+    q = np.ones((1, 2, 1, 4))
+    res = cuattn.attention_forward(q, q, q)[1]
+    run = lambda: Residuals.rebuild(res, **arrays_of(res))  # noqa: E731
+    refused(cuattn.DTypeError, "call", "Residuals", "residuals.call", run=run)
 
 
 def test_printed_residuals_are_short():
