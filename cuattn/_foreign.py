@@ -46,7 +46,7 @@ def taken(name: str, array: object) -> Array:
         native = _imported(name, array)
     except DTypeError:
         raise
-    except Exception as error:
+    except Exception as error:  # why so wide: an exporter is anybody's code
         raise DTypeError(_not_shared(name, array, str(error))) from error
     if native is not array and native.size and not _has_memory(native):
         raise DTypeError(_not_shared(name, array, "it has no memory"))

@@ -31,7 +31,7 @@ from cuattn.planning.device import known_device
 from cuattn.planning.options import check_flag, options_of
 from cuattn.planning.plan import ITEMSIZE, Plan, parameters
 from cuattn.planning.select import plan_for
-from cuattn.planning.validate import backward_call, contiguous, names_in
+from cuattn.planning.validate import backward_call, names_in
 from cuattn.precompile import build
 
 #: Pointers to what a call is given or gives; the others are its workspace.
@@ -207,6 +207,8 @@ class Kernels:
         ------
         ArgumentError
             ``name`` is no C++ name in lower case, or ``folder`` is a file.
+        DTypeError
+            ``name`` is no string.
         """
         name = self.op if name is None else name
         expected = "lower-case letters, digits and _, a letter first, and no word of C++"
@@ -290,8 +292,8 @@ def kernels(
     wrt : collection of {"q", "k", "v"}, optional
         The inputs that the backward differentiates; all of them by default.
     device : str, optional
-        A CUDA target such as "sm_90a": its usual device is planned for, and needs not be there.
-        By default the arrays' own.
+        A CUDA target such as "sm_90a": its usual device is planned for, and needs not be there;
+        its number of SMs and shared memory decide on tiles and splits. By default the arrays' own.
     **options
         As in ``attention``.
 
@@ -349,9 +351,7 @@ def kernels(
         target = cuda_device(call.device)
     problem = call.problem
     if backward:
-        dout = contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
-        dlse = contiguous(call.lse_shape, call.lse_dtype)._replace(device=call.device)
-        problem = backward_call(call, dout, dlse, names_in(wrt)).problem
+        problem = backward_call(call, call.like_out, call.like_lse, names_in(wrt)).problem
     elif wrt is not None:
         expected, remedy = "None for a forward", "pass backward=True too, or drop wrt"
         raise ArgumentError(explain_argument("wrt", repr(wrt), expected, remedy))

@@ -28,7 +28,7 @@ from cuattn._typing import Array
 from cuattn.attention import prepare, takes_options
 from cuattn.errors import ArgumentError, explain_argument
 from cuattn.planning.options import check_flag, options_of
-from cuattn.planning.validate import BackwardCall, ForwardCall, backward_call, contiguous, names_in
+from cuattn.planning.validate import BackwardCall, ForwardCall, backward_call, names_in
 from cuattn.residuals import Gradients
 
 
@@ -140,8 +140,7 @@ class Executable:
             self._own["lse"] = self.lse
         #: The arrays of the last forward.
         self._last: dict[str, Array] | None = None
-        rows = contiguous(call.lse_shape, call.lse_dtype)._replace(device=call.device)
-        dout = contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
+        rows, dout = call.like_lse, call.like_out
         self._specs = {"q": call.q, "k": call.k, "v": call.v, "out": spec_of(self._own["out"])}
         self._specs |= {"lse": rows, "dout": dout, "dlse": rows}
         self.gradients: Gradients | None = None

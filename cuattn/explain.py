@@ -19,7 +19,7 @@ from cuattn.planning.plan import ITEMSIZE, Launch, Plan
 from cuattn.planning.problem import AttentionProblem, Strides
 from cuattn.planning.schedule import num_visible
 from cuattn.planning.select import plan_for
-from cuattn.planning.validate import ForwardCall, backward_call, contiguous
+from cuattn.planning.validate import ForwardCall, backward_call
 from cuattn.precompile import Built, build
 
 
@@ -108,8 +108,7 @@ def explain(
 
 def both_passes(call: ForwardCall) -> tuple[AttentionProblem, AttentionProblem]:
     """A call's forward, and the backward that ``attention_backward(res, dout)`` asks."""
-    dout = contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
-    return call.problem, backward_call(call, dout, None, None).problem
+    return call.problem, backward_call(call, call.like_out, None, None).problem
 
 
 def _joined(texts: Iterable[Iterable[str]]) -> str:

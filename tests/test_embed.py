@@ -119,6 +119,24 @@ def test_a_split_forward_has_its_merge_and_workspace():
     assert list(kernels.workspace) == ["part_out", "part_lse"]
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_other_strides_are_other_parameters_and_nothing_else(backward):
+    """So a program may set those of its own arrays."""
+    wide = np.empty((2, 70, 4, 96), np.float16)
+    views = wide[..., 8:72], K[:, ::-1], np.broadcast_to(V[:, :1], V.shape)
+    some, other = (
+        cuattn.kernels(*arrays, device="sm_90a", backward=backward) for arrays in ((Q, K, V), views)
+    )
+    assert some[:] == other[:]
+    assert some.workspace == other.workspace
+    where = addresses(some)
+    words = [np.frombuffer(each.params(where), np.int64) for each in (some, other)]
+    changed = set(np.flatnonzero(words[0] != words[1]))
+    strides = {some.pointers[name] // 8 + 1 + axis for name in "qkv" for axis in range(4)}
+    assert changed
+    assert changed <= strides
+
+
 def test_an_empty_problem_has_nothing_to_launch():
     empty = np.empty((2, 0, 2, 64), np.float16)
     kernels = cuattn.kernels(empty, empty, empty, device="sm_90a")

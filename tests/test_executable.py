@@ -1,9 +1,13 @@
 """A plan computes what the call computes, bit for bit, and refuses what it was not made for."""
 
 import copy
+import dataclasses
 import gc
 import pickle
+import sys
+import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,6 +222,70 @@ def test_it_is_not_copied(how):
     run = cuattn.plan(*qkv())
     with pytest.raises(TypeError, match="another plan"):
         how(run)
+
+
+class FakeStreams:
+    """What a plan asks of CuPy about streams; the current one can be chosen."""
+
+    def __init__(self):
+        self.current = SimpleNamespace(ptr=7, synchronize=self.synchronize)
+        self.waited = 0
+        self.cuda = SimpleNamespace(
+            get_current_stream=lambda: self.current,
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+        )
+
+    def synchronize(self):
+        self.waited += 1
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    fake = FakeStreams()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+@pytest.fixture
+def bound(streams):
+    """A plan that takes itself for one of a device."""
+    run = cuattn.plan(*qkv())
+    run._call = dataclasses.replace(run._call, device=0)
+    return run
+
+
+def test_the_stream_of_the_first_call_has_it_until_it_is_released(bound, streams):
+    bound._check_stream()
+    bound._check_stream()
+    streams.current = SimpleNamespace(ptr=8)
+    refused(cuattn.ArgumentError, "stream", "0x8", "0x7", "release()", run=bound._check_stream)
+    bound.release()
+    assert streams.waited == 1
+    bound._check_stream()
+    streams.current = SimpleNamespace(ptr=7)
+    refused(cuattn.ArgumentError, "stream", "0x7", "0x8", run=bound._check_stream)
+
+
+def test_a_stream_that_every_thread_has_is_released_where_it_was_used(bound, streams):
+    streams.current.ptr = 2
+    done, may_end = threading.Event(), threading.Event()
+
+    def use():
+        bound._check_stream()
+        done.set()
+        may_end.wait(60)
+        bound.release()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    done.wait(60)
+    refused(cuattn.ArgumentError, "stream", "release()", run=bound._check_stream)
+    refused(cuattn.ArgumentError, "thread", "release() there", run=bound.release)
+    assert streams.waited == 0
+    may_end.set()
+    thread.join()
+    assert streams.waited == 1
+    bound._check_stream()
 
 
 def test_a_plan_of_a_forward_keeps_no_input():

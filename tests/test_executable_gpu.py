@@ -110,27 +110,37 @@ def test_another_stream_is_refused_until_it_is_released(engine):
 
 
 def test_a_thread_on_its_own_stream_is_another_stream(engine):
+    """All threads have it under one handle; who used it first has the plan, and releases it."""
     import cupy
 
     q, k, v, *_ = problem(engine)
     run = cuattn.plan(q, k, v, **OPTIONS)
-    errors = []
+    begun, may_end, errors = threading.Barrier(2), threading.Event(), []
 
     def call():
         with cupy.cuda.Stream.ptds:
+            run(q, k, v)
+            begun.wait(60)
+            may_end.wait(60)
             try:
-                run(q, k, v)
+                run.release()
             except cuattn.ArgumentError as error:
                 errors.append(error)
 
-    for _ in range(2):
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-    assert len(errors) in (0, 1)  # two threads one after another may have one identity
-    with cupy.cuda.Stream.ptds:
+    thread = threading.Thread(target=call)
+    thread.start()
+    begun.wait(60)
+    with cupy.cuda.Stream.ptds as stream:
         refused(cuattn.ArgumentError, "stream", "release()", run=lambda: run(q, k, v))
-    run.release()
+        refused(cuattn.ArgumentError, "thread", "release() there", run=run.release)
+        may_end.set()
+        thread.join()
+        assert not errors
+        out = run(q, k, v)
+        stream.synchronize()
+        run.release()
+    expected = cuattn.attention(q, k, v, **OPTIONS)
+    assert same_bits(*numpy_of(engine, [out, expected]))
 
 
 def test_host_arrays_are_refused_by_a_plan_of_a_device(engine):

@@ -199,6 +199,20 @@ def test_a_tangent_is_not_dropped():
         assert cuattn.attention(q, q, q, layout="sd").shape == (2, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # by torch itself
+def test_what_torch_compiles_may_call_it_disabled():
+    torch = needs.library("torch")
+    attention = torch.compiler.disable(cuattn.attention)
+
+    @torch.compile(backend="eager")
+    def twice(q):
+        return torch.from_dlpack(attention(q + 0, q, q)) * 2
+
+    (q,) = draw(SHAPES[0])
+    expected = 2 * cuattn.attention(q, q, q)
+    assert same_bits(twice(to_torch(q)).numpy(), expected)
+
+
 class Raising:
     """An array whose library fails in a way of its own."""
 

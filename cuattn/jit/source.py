@@ -70,7 +70,7 @@ def reachable_headers(text: str, root: Path) -> dict[str, str]:
 
 
 def flattened(unit: Unit) -> str:
-    """The unit as one text without includes: every header once, before what includes it first.
+    """The unit as one text without includes: every header once, where it is included first.
 
     Parameters
     ----------

@@ -85,6 +85,16 @@ class ForwardCall:
     new_lse: NewArrays
     new_out_and_lse: NewArrays
 
+    @property
+    def like_out(self) -> ArraySpec:
+        """An array like out, in C order."""
+        return contiguous(self.out_shape, self.out_dtype)._replace(device=self.device)
+
+    @property
+    def like_lse(self) -> ArraySpec:
+        """An array like lse, in C order."""
+        return contiguous(self.lse_shape, self.lse_dtype)._replace(device=self.device)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardCall:
@@ -158,12 +168,11 @@ def moved_call(
 ) -> ForwardCall:
     """The same call of arrays that may have other strides, all but lse."""
     given = {"q": (q, call.q), "k": (k, call.k), "v": (v, call.v)}
-    given["out"] = out, contiguous(call.out_shape, call.out_dtype)._replace(device=call.device)
-    given["lse"] = lse, contiguous(call.lse_shape, call.lse_dtype)._replace(device=call.device)
+    given |= {"out": (out, call.like_out), "lse": (lse, call.like_lse)}
     for name, (spec, like) in given.items():
         check_together(name, spec, "the residuals'", like)
         check_like(name, spec, like.shape, like.dtype, " as in the residuals", "pass what was kept")
-    if normal(lse) != normal(given["lse"][1]):
+    if normal(lse) != normal(call.like_lse):
         remedy = "pass numpy.ascontiguousarray(lse), or CuPy's"
         raise ArgumentError(explain_argument("lse", f"strides {lse.strides}", "C order", remedy))
     layout = call.layout
