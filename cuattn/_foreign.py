@@ -7,6 +7,7 @@ exporter is told CuPy's current stream, so that what fills an array comes before
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 import weakref
@@ -116,6 +117,21 @@ def _type_of(array: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+@functools.lru_cache
+def _why_no_values(classes: tuple[type, ...]) -> str | None:
+    """The remedy for arrays, of these classes, that stand for what a transform computes later."""
+    names = [each.__name__ for each in classes]
+    if any("Tracer" in name for name in names):
+        return (
+            "call cuattn outside of the traced function (jit, vmap), and for jax.grad (of first "
+            "order) through a jax.custom_vjp as in examples/05_jax.py"
+        )
+    if "FakeTensor" in names:
+        # why not left to DLPack: it would give the memory of another array, or none
+        return "keep cuattn out of what is compiled, with torch.compiler.disable"
+    return None
+
+
 def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
     """The (got, expected, remedy) of something that is not an array we take."""
     got = _type_of(array)
@@ -127,15 +143,8 @@ def _why_no_array(name: str, array: object) -> tuple[str, str, str] | None:
         return got, EXPECTED, f"pass numpy.asarray({name})"
     if isinstance(array, np.ndarray):
         return None
-    if any("Tracer" in base.__name__ for base in type(array).__mro__):
-        remedy = (
-            "call cuattn outside of the traced function (jit, vmap), and for jax.grad (of first "
-            "order) through a jax.custom_vjp as in examples/05_jax.py"
-        )
-        return got, "an array with values", remedy
-    if any(base.__name__ == "FakeTensor" for base in type(array).__mro__):
-        # why not left to DLPack: it would give the memory of another array, or none
-        remedy = "keep cuattn out of what is compiled, with torch.compiler.disable"
+    remedy = _why_no_values(type(array).__mro__)
+    if remedy is not None:
         return got, "an array with values", remedy
     if getattr(array, "requires_grad", False) is True:
         got += " with requires_grad=True"
@@ -173,7 +182,7 @@ _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _BFLOAT = 4
 _VERSION = (1, 0)
 _IS_READ_ONLY, _IS_COPIED = 1, 2
-_LEGACY_STREAM = 1  # 0 is not allowed, for it may mean two streams
+_LEGACY_STREAM, _NO_WAIT = 1, -1  # 0 is not allowed, for it may mean two streams
 
 
 def _imported(name: str, array: Any) -> Array:
@@ -186,7 +195,9 @@ def _imported(name: str, array: Any) -> Array:
         return _cupy(name, array).asarray(array)
     kind, index = map(int, array.__dlpack_device__())
     if kind in (_CUDA, _CUDA_MANAGED):
-        return _cupy(name, array).from_dlpack(array)
+        cupy = _cupy(name, array)
+        is_ordered = _stream_told(array, index) == _NO_WAIT
+        return cupy.from_dlpack(_Ordered(array, (kind, index)) if is_ordered else array)
     if kind not in (_CPU, _CUDA_HOST):
         got = f"{_type_of(array)} on a device of DLPack's type {kind}, number {index}"
         expected, remedy = "host memory or a CUDA device", "copy it there with its own library"
@@ -211,16 +222,41 @@ def _is_writable(native: Array, array: Any) -> bool:
     """Whether an array may be written by others, as far as its library says; CuPy does not ask."""
     if not hasattr(array, "__dlpack__"):
         return not array.__cuda_array_interface__["data"][1]
-    stream = None
-    if isinstance(native, np.ndarray):
-        if not native.flags.writeable:
-            return False
-    else:
-        stream = sys.modules["cupy"].cuda.get_current_stream().ptr or _LEGACY_STREAM
+    is_host = isinstance(native, np.ndarray)
+    if is_host and not native.flags.writeable:
+        return False
+    stream = None if is_host else _stream_told(array, native.device.id)
     capsule = _capsule(array, stream)  # held: what it holds goes with it
     managed, _ = _managed(capsule)
     is_versioned = isinstance(managed, _Versioned)
     return is_versioned and not managed.flags & (_IS_READ_ONLY | _IS_COPIED)
+
+
+def _stream_told(array: object, index: int) -> int:
+    """CuPy's current stream of a device, which an exporter has wait for what fills the array.
+
+    None need wait where torch works in that stream too. Why it is not left to torch to see that:
+    it takes longer than all else that is done to share a tensor.
+    """
+    stream: int = sys.modules["cupy"].cuda.get_current_stream(index).ptr
+    torch: Any = sys.modules.get("torch")
+    is_torchs = torch is not None and isinstance(array, torch.Tensor)
+    if is_torchs and torch.cuda.current_stream(index).cuda_stream == stream:
+        return _NO_WAIT
+    return stream or _LEGACY_STREAM
+
+
+class _Ordered:
+    """An array that is filled, in the stream that reads it, before it is read."""
+
+    def __init__(self, array: Any, device: tuple[int, int]) -> None:
+        self.array, self.device = array, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: int | None = None, **request: Any) -> object:
+        return self.array.__dlpack__(stream=_NO_WAIT, **request)
 
 
 class _Tensor(ctypes.Structure):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -189,8 +190,8 @@ class Memory:
         self.samples: list[dict[str, int]] = []
 
     def take(self) -> dict[str, int]:
-        resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        sample = {"process": resident * resource.getpagesize()}
+        """After giving back what is kept only to be used again."""
+        sample = {}
         if self.cupy is not None:
             pool = self.cupy.get_default_memory_pool()
             self.cupy.cuda.Device().synchronize()
@@ -199,6 +200,11 @@ class Memory:
             self.cupy.get_default_pinned_memory_pool().free_all_blocks()  # of copies to the device
             free, total = self.cupy.cuda.runtime.memGetInfo()
             sample["device"] = total - free
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
+        resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        sample["process"] = resident * resource.getpagesize()
         self.samples.append(sample)
         return sample
 

@@ -1,6 +1,8 @@
 """Arrays of torch and JAX go in without a copy; what comes out is NumPy's, or CuPy's on a GPU."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import ml_dtypes
 import needs
@@ -10,7 +12,7 @@ from calls import draw, refused, same_bits
 from strategies import DTYPES, dtype_of
 
 import cuattn
-from cuattn._foreign import taken, taken_to_write
+from cuattn._foreign import _stream_told, taken, taken_to_write
 
 SHAPES = (2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 5), (2, 9, 4, 5)
 LIBRARIES = ("torch", "jax")
@@ -209,6 +211,54 @@ def test_a_tensor_is_read_after_the_work_of_its_own_stream(torch_cuda):
             got = out.get()
     assert was_held_up
     assert same_bits(got, expected)
+
+
+@pytest.mark.gpu
+def test_a_tensor_that_is_filled_in_the_stream_that_reads_it_waits_for_nothing(
+    torch_cuda, monkeypatch
+):
+    import cupy
+
+    tensor, told, share = torch_cuda.zeros(1, 8, 2, 16).cuda(), [], torch_cuda.Tensor.__dlpack__
+
+    def told_stream(self, *, stream, **request):
+        told.append(stream)
+        return share(self, stream=stream, **request)
+
+    monkeypatch.setattr(torch_cuda.Tensor, "__dlpack__", told_stream)
+    stream, other = cupy.cuda.Stream(non_blocking=True), torch_cuda.cuda.Stream()
+    same = torch_cuda.cuda.ExternalStream(stream.ptr)
+    for of_cupy, of_torch, expected in (
+        (cupy.cuda.Stream.null, torch_cuda.cuda.default_stream(), -1),
+        (stream, same, -1),
+        (stream, other, stream.ptr),
+        (cupy.cuda.Stream.null, other, 1),
+    ):
+        told.clear()
+        with of_cupy, torch_cuda.cuda.stream(of_torch):
+            assert taken_to_write("out", tensor).data.ptr == tensor.data_ptr()
+        assert {*told} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("of_cupy", "of_torch", "told"), [(0, 0, -1), (7, 7, -1), (7, 0, 7), (0, 7, 1), (2, 0, 2)]
+)
+def test_only_torch_in_another_stream_is_told_to_wait(monkeypatch, of_cupy, of_torch, told):
+    """As above, without a GPU; arrays of others are always told CuPy's stream."""
+
+    class Tensor:
+        pass
+
+    def library(stream):
+        return SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(**stream))
+
+    cupy = library({"get_current_stream": lambda index: SimpleNamespace(ptr=of_cupy)})
+    torch = library({"current_stream": lambda index: SimpleNamespace(cuda_stream=of_torch)})
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert _stream_told(Tensor(), 0) == (of_cupy or 1)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert _stream_told(Tensor(), 0) == told
+    assert _stream_told(object(), 0) == (of_cupy or 1)
 
 
 class Interface:
