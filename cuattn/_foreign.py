@@ -195,9 +195,7 @@ def _imported(name: str, array: Any) -> Array:
         return _cupy(name, array).asarray(array)
     kind, index = map(int, array.__dlpack_device__())
     if kind in (_CUDA, _CUDA_MANAGED):
-        cupy = _cupy(name, array)
-        is_ordered = _stream_told(array, index) == _NO_WAIT
-        return cupy.from_dlpack(_Ordered(array, (kind, index)) if is_ordered else array)
+        return _cupy(name, array).from_dlpack(_device_capsule(array, index))
     if kind not in (_CPU, _CUDA_HOST):
         got = f"{_type_of(array)} on a device of DLPack's type {kind}, number {index}"
         expected, remedy = "host memory or a CUDA device", "copy it there with its own library"
@@ -222,41 +220,16 @@ def _is_writable(native: Array, array: Any) -> bool:
     """Whether an array may be written by others, as far as its library says; CuPy does not ask."""
     if not hasattr(array, "__dlpack__"):
         return not array.__cuda_array_interface__["data"][1]
-    is_host = isinstance(native, np.ndarray)
-    if is_host and not native.flags.writeable:
+    # The capsule is held: what it holds goes with it.
+    if not isinstance(native, np.ndarray):
+        capsule = _device_capsule(array, native.device.id)
+    elif native.flags.writeable:
+        capsule = _capsule(array, stream=None)
+    else:
         return False
-    stream = None if is_host else _stream_told(array, native.device.id)
-    capsule = _capsule(array, stream)  # held: what it holds goes with it
     managed, _ = _managed(capsule)
     is_versioned = isinstance(managed, _Versioned)
     return is_versioned and not managed.flags & (_IS_READ_ONLY | _IS_COPIED)
-
-
-def _stream_told(array: object, index: int) -> int:
-    """CuPy's current stream of a device, which an exporter has wait for what fills the array.
-
-    None need wait where torch works in that stream too. Why it is not left to torch to see that:
-    it takes longer than all else that is done to share a tensor.
-    """
-    stream: int = sys.modules["cupy"].cuda.get_current_stream(index).ptr
-    torch: Any = sys.modules.get("torch")
-    is_torchs = torch is not None and isinstance(array, torch.Tensor)
-    if is_torchs and torch.cuda.current_stream(index).cuda_stream == stream:
-        return _NO_WAIT
-    return stream or _LEGACY_STREAM
-
-
-class _Ordered:
-    """An array that is filled, in the stream that reads it, before it is read."""
-
-    def __init__(self, array: Any, device: tuple[int, int]) -> None:
-        self.array, self.device = array, device
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device
-
-    def __dlpack__(self, *, stream: int | None = None, **request: Any) -> object:
-        return self.array.__dlpack__(stream=_NO_WAIT, **request)
 
 
 class _Tensor(ctypes.Structure):
@@ -319,6 +292,20 @@ def _capsule(array: Any, stream: int | None) -> object:
         return array.__dlpack__(stream=stream, max_version=_VERSION)
     except TypeError:  # an exporter from before 2023
         return array.__dlpack__(stream=stream)
+
+
+def _device_capsule(array: Any, index: int) -> object:
+    """A capsule of memory that is filled before CuPy's current stream of its device reads it."""
+    cuda = sys.modules["cupy"].cuda
+    torch: Any = sys.modules.get("torch")
+    is_torchs = torch is not None and isinstance(array, torch.Tensor)
+    with cuda.Device(index):  # the only one whose tensors torch shares
+        stream = cuda.get_current_stream().ptr
+        told = stream or _LEGACY_STREAM
+        # why not left to torch: it takes longer to see that none need wait than for all else
+        if is_torchs and torch.cuda.current_stream(index).cuda_stream == stream:
+            told = _NO_WAIT
+        return _capsule(array, told)
 
 
 def _managed(capsule: object) -> tuple[Any, int]:

@@ -1,5 +1,6 @@
 """Arrays of torch and JAX go in without a copy; what comes out is NumPy's, or CuPy's on a GPU."""
 
+import contextlib
 import re
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from calls import draw, refused, same_bits
 from strategies import DTYPES, dtype_of
 
 import cuattn
-from cuattn._foreign import _stream_told, taken, taken_to_write
+from cuattn._foreign import _device_capsule, taken, taken_to_write
 
 SHAPES = (2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 5), (2, 9, 4, 5)
 LIBRARIES = ("torch", "jax")
@@ -244,21 +245,35 @@ def test_a_tensor_that_is_filled_in_the_stream_that_reads_it_waits_for_nothing(
     ("of_cupy", "of_torch", "told"), [(0, 0, -1), (7, 7, -1), (7, 0, 7), (0, 7, 1), (2, 0, 2)]
 )
 def test_only_torch_in_another_stream_is_told_to_wait(monkeypatch, of_cupy, of_torch, told):
-    """As above, without a GPU; arrays of others are always told CuPy's stream."""
+    """As above, without a GPU, and on another device; others are always told CuPy's stream."""
+    current, asked = [0], []
 
     class Tensor:
+        def __dlpack__(self, *, stream, max_version):
+            asked.append((stream, current[-1]))
+
+    class Other(Tensor):
         pass
 
-    def library(stream):
-        return SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(**stream))
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
 
-    cupy = library({"get_current_stream": lambda index: SimpleNamespace(ptr=of_cupy)})
-    torch = library({"current_stream": lambda index: SimpleNamespace(cuda_stream=of_torch)})
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    assert _stream_told(Tensor(), 0) == (of_cupy or 1)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    assert _stream_told(Tensor(), 0) == told
-    assert _stream_told(object(), 0) == (of_cupy or 1)
+    cuda = SimpleNamespace(
+        Device=device,
+        get_current_stream=lambda: SimpleNamespace(ptr=of_cupy if current[-1] == 3 else 99),
+        current_stream=lambda index: SimpleNamespace(cuda_stream=of_torch if index == 3 else 98),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    _device_capsule(Tensor(), 3)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, Tensor=Other))
+    _device_capsule(Tensor(), 3)
+    _device_capsule(Other(), 3)
+    assert asked == [(of_cupy or 1, 3), (of_cupy or 1, 3), (told, 3)]
+    assert current == [0]
 
 
 class Interface:
