@@ -302,7 +302,7 @@ def _device_capsule(array: Any, index: int) -> object:
     with cuda.Device(index):  # the only one whose tensors torch shares
         stream = cuda.get_current_stream().ptr
         told = stream or _LEGACY_STREAM
-        # why not left to torch: it takes longer to see that none need wait than for all else
+        # why not left to torch: to see it takes most of its time to share a tensor
         if is_torchs and torch.cuda.current_stream(index).cuda_stream == stream:
             told = _NO_WAIT
         return _capsule(array, told)

@@ -248,11 +248,11 @@ def test_only_torch_in_another_stream_is_told_to_wait(monkeypatch, of_cupy, of_t
     """As above, without a GPU, and on another device; others are always told CuPy's stream."""
     current, asked = [0], []
 
-    class Tensor:
+    class Exporter:
         def __dlpack__(self, *, stream, max_version):
             asked.append((stream, current[-1]))
 
-    class Other(Tensor):
+    class Tensor(Exporter):
         pass
 
     @contextlib.contextmanager
@@ -268,10 +268,10 @@ def test_only_torch_in_another_stream_is_told_to_wait(monkeypatch, of_cupy, of_t
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
+    _device_capsule(Exporter(), 3)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, Tensor=Tensor))
+    _device_capsule(Exporter(), 3)
     _device_capsule(Tensor(), 3)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, Tensor=Other))
-    _device_capsule(Tensor(), 3)
-    _device_capsule(Other(), 3)
     assert asked == [(of_cupy or 1, 3), (of_cupy or 1, 3), (told, 3)]
     assert current == [0]
 
