@@ -1,0 +1,1 @@
+"""CUDA kernels on a CPU: a test instrument, see README.md."""

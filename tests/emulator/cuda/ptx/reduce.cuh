@@ -1,0 +1,13 @@
+// Emulates kernels_cu/ptx/reduce.cuh: red.global.add.v4.f32.
+#pragma once
+#include "base/prelude.cuh"
+#include "machine/instructions.h"
+
+namespace cuattn::ptx {
+
+inline void add_global(f32* address, f32 a, f32 b, f32 c, f32 d) {
+  const f32 terms[4] = {a, b, c, d};
+  emulator::add_in_global(address, terms);
+}
+
+}  // namespace cuattn::ptx
