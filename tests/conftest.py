@@ -37,9 +37,22 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_repeated(item):
-    """Whether a test's engine is none of its module's ``ENGINES``: another does the same there."""
-    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    return engine is not None and engine not in getattr(item.module, "ENGINES", (engine,))
+    """Whether another test does the same: another engine's, where its module's ``ENGINES`` say so.
+
+    On the emulator every minute counts: ``EMULATED`` has the engines of single tests, and a dtype
+    is for the families that take it.
+    """
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    engine = params.get("engine")
+    if engine is None:
+        return False
+    few = getattr(item.module, "EMULATED", None)
+    if few is not None:
+        dtypes = CUDA_ENGINES[engine][0].dtypes
+        is_other = engine not in few.get(item.originalname, (engine,))
+        if is_other or params.get("dtype", dtypes[0]) not in dtypes:
+            return True
+    return engine not in getattr(item.module, "ENGINES", (engine,))
 
 
 @pytest.fixture(

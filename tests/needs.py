@@ -7,6 +7,7 @@ import os
 from types import ModuleType
 
 import pytest
+from emulator import build
 
 from cuattn.errors import CompileError
 from cuattn.jit.compile import nvrtc_version
@@ -20,6 +21,15 @@ def nvrtc() -> None:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI must have NVRTC: {error}")
         pytest.skip(str(error))
+
+
+def cxx() -> None:
+    """Skip the calling test where no C++20 compiler is found; fail there under CI=true."""
+    if build.compiler() is None:
+        message = f"the emulator needs a C++20 compiler: {build.REMEDY}"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI must have one: {message}")
+        pytest.skip(message)
 
 
 def library(name: str) -> ModuleType:

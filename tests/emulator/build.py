@@ -29,7 +29,7 @@ MODES = {
 }
 
 #: -Wno-tsan: there are no fences here; -Wno-unknown-pragmas: unroll is nvcc's.
-FLAGS = ("-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function")
+FLAGS = ("-std=c++20", "-fPIC", "-fno-semantic-interposition", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function")
 
 #: What to do where there is no compiler.
 REMEDY = "install g++ 12 or clang++ 17, or newer (Debian: apt install g++), or name one in CXX"
@@ -115,7 +115,7 @@ def _compile(target: Path, sources: list[Path], flags: tuple[str, ...], *librari
     partial = str(target.with_suffix(f".{os.getpid()}"))
     # why without: it would bring the library of the thread sanitizer, for which accesses.cpp stands
     linked = [flag for flag in flags if flag.startswith("-fsanitize") and flag != CALLS]
-    _run(_required(), *linked, "-shared", "-o", partial, *objects, *map(str, libraries))
+    _run(_required(), *linked, "-shared", "-Wl,-Bsymbolic", "-o", partial, *objects, *map(str, libraries))
     for path in objects:
         Path(path).unlink()
     Path(partial).replace(target)

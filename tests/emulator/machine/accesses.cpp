@@ -7,15 +7,14 @@
 namespace emulator {
 
 static void check(const void* pointer, std::uint64_t bytes, std::uint64_t align, Access access) {
+  if (cta.owns(pointer)) return;
   const std::uintptr_t offset = SharedMemory::offset_of(pointer);
-  if (offset < SharedMemory::kReserved) {
-    if (access == Access::kRead) {
-      memory.shared().check_read(cta.thread(), static_cast<std::uint32_t>(offset), bytes, align);
-    } else {
-      memory.shared().check_write(cta.thread(), static_cast<std::uint32_t>(offset), bytes, align);
-    }
-  } else if (!cta.owns(pointer)) {
+  if (offset >= SharedMemory::kReserved) {
     memory.check_global(pointer, bytes, align, access);
+  } else if (access == Access::kRead) {
+    memory.shared().check_read(cta.thread(), static_cast<std::uint32_t>(offset), bytes, align);
+  } else {
+    memory.shared().check_write(cta.thread(), static_cast<std::uint32_t>(offset), bytes, align);
   }
 }
 

@@ -38,10 +38,15 @@ void Cta::run(int num_threads, void (*body)(), Random& random) {
     threads_[i].copies.clear();
     threads_[i].fiber.prepare(stacks_.bottom(i), begin_thread);
   }
-  current_ = next_ready();
-  threadIdx.x = current_;
+  select(next_ready());
   switch_fiber(launcher_, self().fiber);
   if (!failure_.empty()) throw Failure{failure_};
+}
+
+void Cta::select(int thread) {
+  current_ = thread;
+  stack_ = reinterpret_cast<std::uintptr_t>(self().fiber.bottom);
+  threadIdx.x = static_cast<unsigned>(thread);
 }
 
 void Cta::begin_thread() {
@@ -65,8 +70,7 @@ void Cta::wait() {
   if (next < 0) fail("dead: nobody can run" + who_waits_where());
   if (next == current_) return;
   Thread& from = self();
-  current_ = next;
-  threadIdx.x = next;
+  select(next);
   switch_fiber(from.fiber, self().fiber);
 }
 
@@ -172,14 +176,11 @@ void Cta::check_warps_agree(const Barrier& barrier) {
   }
 }
 
-static bool is_in(const void* pointer, const void* begin, std::size_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(begin) < bytes;
-}
-
-bool Cta::owns(const void* pointer) {
-  return is_in(pointer, self().fiber.bottom, self().fiber.bytes) ||
-         is_in(pointer, &threadIdx, sizeof threadIdx) || is_in(pointer, &blockIdx, sizeof blockIdx) ||
-         is_in(pointer, &blockDim, sizeof blockDim) || is_in(pointer, &gridDim, sizeof gridDim);
+bool Cta::is_special(const void* pointer) {
+  const auto is = [=](const auto& its) {
+    return reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(&its) < sizeof its;
+  };
+  return is(threadIdx) || is(blockIdx) || is(blockDim) || is(gridDim);
 }
 
 void Cta::fail(const std::string& what) {

@@ -60,7 +60,10 @@ class Cta {
   // Ends the launch with a message about this thread.
   [[noreturn]] void fail(const std::string& what);
   // Whether a place is the thread's own: its stack, or a special register.
-  bool owns(const void* pointer);
+  bool owns(const void* pointer) const {
+    const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - stack_;
+    return offset < Stacks::kBytes || is_special(pointer);
+  }
   bool chance() { return random_->one_in(4); }
 
  private:
@@ -69,7 +72,9 @@ class Cta {
     bool said = false;
   };
 
+  static bool is_special(const void* pointer);
   static void begin_thread();
+  void select(int thread);
   void end_thread();
   void wait();
   void make_ready(int thread);
@@ -79,6 +84,7 @@ class Cta {
   std::string who_waits_where() const;
 
   int num_threads_ = 0, num_live_ = 0, current_ = 0;
+  std::uintptr_t stack_ = 0;  // of the thread that runs
   void (*body_)() = nullptr;
   Random* random_ = nullptr;
   std::vector<Thread> threads_;

@@ -1,5 +1,6 @@
 #include "machine/instructions.h"
 
+#include <bit>
 #include <cstring>
 
 #include "machine/memory.h"
@@ -8,14 +9,16 @@ namespace emulator {
 
 static std::uint32_t offset(std::uint32_t address) { return address - SharedMemory::kFirstAddress; }
 
-void load_shared(void* value, std::uint32_t address, int bytes) {
+Words load_shared(std::uint32_t address, int bytes) {
+  Words value = {};
   memory.shared().check_read(cta.thread(), offset(address), bytes, bytes);
-  std::memcpy(value, SharedMemory::at(address), bytes);
+  std::memcpy(&value, SharedMemory::at(address), bytes);
+  return value;
 }
 
-void store_shared(std::uint32_t address, const void* value, int bytes) {
+void store_shared(std::uint32_t address, Words value, int bytes) {
   memory.shared().check_write(cta.thread(), offset(address), bytes, bytes);
-  std::memcpy(SharedMemory::at(address), value, bytes);
+  std::memcpy(SharedMemory::at(address), &value, bytes);
 }
 
 void SyncWarp::perform(SyncWarp* const*) {}
@@ -60,9 +63,9 @@ void start_copy(std::uint32_t shared, const void* global, bool wanted) {
 void commit_copies() { cta.self().copies.commit(); }
 void wait_for_copies(int pending) { cta.self().copies.wait(pending); }
 
-void add_in_global(float* address, const float (&terms)[4]) {
+void add_in_global(float* address, Words terms) {
   memory.check_global(address, sizeof terms, sizeof terms, Access::kAdd);
-  for (int i = 0; i < 4; ++i) address[i] += terms[i];
+  for (int i = 0; i < 4; ++i) address[i] += std::bit_cast<float>(terms.at[i]);
 }
 
 }  // namespace emulator

@@ -9,7 +9,6 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
-// Where kernels find their dynamic shared memory: the array that kernel/*.cuh declares.
 namespace cuattn::kernel {
 alignas(1024) unsigned char shared[emulator::SharedMemory::kReserved];
 }
@@ -38,9 +37,6 @@ void SharedMemory::begin_cta() {
   first_epoch_ = epoch_;
 }
 
-std::uintptr_t SharedMemory::offset_of(const void* pointer) {
-  return reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(window);
-}
 void* SharedMemory::at(std::uint32_t address) { return window + (address - kFirstAddress); }
 std::uint32_t SharedMemory::address_of(const void* pointer) {
   return static_cast<std::uint32_t>(static_cast<const unsigned char*>(pointer) - window) +

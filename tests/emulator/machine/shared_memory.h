@@ -9,6 +9,11 @@
 #include <string>
 #include <vector>
 
+// Where kernels find their dynamic shared memory: the array that kernel/*.cuh declares.
+namespace cuattn::kernel {
+extern unsigned char shared[];
+}
+
 namespace emulator {
 
 class SharedMemory {
@@ -24,7 +29,10 @@ class SharedMemory {
   void begin_cta();  // nothing is written: every byte is 0xff, a NaN in every float
 
   // Less than kReserved for a place in the window.
-  static std::uintptr_t offset_of(const void* pointer);
+  static std::uintptr_t offset_of(const void* pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer) -
+           reinterpret_cast<std::uintptr_t>(cuattn::kernel::shared);
+  }
   static void* at(std::uint32_t address);
   static std::uint32_t address_of(const void* pointer);
 

@@ -9,16 +9,13 @@ using emulator::Where;
 
 inline void sync_cta(Where where = Where::current()) { emulator::barrier(0, 0, false, where); }
 inline void sync_warp(Where where = Where::current()) {
-  emulator::SyncWarp lane;
-  emulator::together(lane, where);
+  emulator::together(emulator::SyncWarp{}, where);
 }
 inline bool sync_cta_or(bool said, Where where = Where::current()) {
   return emulator::barrier(0, 0, said, where);
 }
 inline bool any_of_warp(bool said, Where where = Where::current()) {
-  emulator::AnyOfWarp lane{said};
-  emulator::together(lane, where);
-  return lane.said;
+  return emulator::together(emulator::AnyOfWarp{said}, where).said;
 }
 inline void sync_named(int barrier, int threads, Where where = Where::current()) {
   emulator::barrier(barrier, threads, false, where);
@@ -26,11 +23,9 @@ inline void sync_named(int barrier, int threads, Where where = Where::current())
 
 template <class T>
 inline T shuffle(T x, int from, Where where = Where::current()) {
-  emulator::Shuffle lane{0, from};
-  __builtin_memcpy(&lane.bits, &x, sizeof x);
-  emulator::together(lane, where);
-  __builtin_memcpy(&x, &lane.bits, sizeof x);
-  return x;
+  using Bits = select<sizeof(T) == 8, u64, u32>;
+  const auto lane = emulator::together(emulator::Shuffle{__builtin_bit_cast(Bits, x), from}, where);
+  return __builtin_bit_cast(T, static_cast<Bits>(lane.bits));
 }
 template <class T>
 inline T shuffle_xor(T x, int lane_mask, Where where = Where::current()) {
