@@ -6,8 +6,7 @@
     done
 
 Without CuPy's pool and every array in an allocation of its own, so that an access past an array's
-end meets memory that is not there; with sizes that end inside tiles, several chunks of head dims,
-groups of heads and empty rows.
+end meets memory that is not there.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import itertools
 import cupy
 import numpy as np
 from engines import CUDA_ENGINES, family_of
+from small_problems import PROBLEMS
 from strategies import Problem
 from tiles import RANKS, tile_of_rank
 
@@ -27,24 +27,6 @@ from cuattn.execute import cuda_device
 from cuattn.explain import both_passes
 from cuattn.planning.options import Options
 from cuattn.planning.select import plan_for
-
-PROBLEMS = (
-    Problem("float32", "bshd", 1, 70, 45, 1, 2, 33, 20, causal=True, align="bottom_right"),
-    Problem("float32", "bhsd", 2, 130, 140, 2, 1, 64, 64),
-    Problem("float32", "bshd", 1, 20, 37, 1, 1, 130, 70, causal=True, align="top_left"),
-    Problem("float32", "bshd", 1, 300, 290, 1, 1, 64, 64, causal=True, align="bottom_right"),
-    Problem("float16", "bshd", 1, 140, 150, 1, 2, 64, 40, out_dtype="float32"),
-    Problem("bfloat16", "bshd", 1, 65, 33, 2, 1, 7, 3, causal=True, align="bottom_right"),
-    Problem("bfloat16", "bshd", 1, 150, 200, 1, 2, 128, 128, causal=True, align="bottom_right"),
-    Problem("float16", "bhsd", 1, 70, 130, 1, 1, 192, 256),
-    Problem("bfloat16", "bhsd", 1, 150, 100, 1, 2, 128, 64, causal=True, align="bottom_right"),
-    Problem("float16", "bshd", 2, 70, 60, 1, 1, 192, 256),
-    Problem("bfloat16", "bshd", 1, 20, 1100, 1, 1, 64, 64),  # the keys are split
-    Problem("bfloat16", "bshd", 1, 20, 300, 1, 2, 64, 64, causal=True, align="top_left"),
-    Problem("float64", "bshd", 1, 70, 90, 1, 2, 40, 72),
-    Problem("float64", "bshd", 1, 150, 140, 1, 1, 33, 64, causal=True, align="top_left"),
-)
-
 
 def main() -> None:
     """Run every problem in every tile of every family that takes its dtype."""

@@ -17,14 +17,14 @@ from cuattn.jit.source import Unit, kernels_dir
 
 HERE = Path(__file__).parent
 
-#: Puts a call before every plain access of memory.
-CALLS = "-fsanitize=thread"
+#: Puts calls before plain accesses of memory, and where an index is out of bounds.
+CALLS = ("-fsanitize=thread", "-fsanitize=bounds", "-fno-sanitize-recover=bounds")
 
-#: How a unit and the machine are compiled. In the first two machine/accesses.cpp sees plain accesses of
-#: memory, in the last one the sanitizers do.
+#: How a unit and the machine are compiled. In the first two machine/accesses.cpp answers these
+#: calls, in the last one the sanitizers see everything.
 MODES = {
-    "checked": ("-O1", "-g1", CALLS),
-    "debug": ("-O0", "-g3", CALLS),
+    "checked": ("-O1", "-g1", *CALLS),
+    "debug": ("-O0", "-g3", *CALLS),
     "sanitized": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 
@@ -113,8 +113,8 @@ def _compile(target: Path, sources: list[Path], flags: tuple[str, ...], *librari
         objects.append(str(target.with_name(f"{source.stem}.{os.getpid()}.o")))
         _run(*compile_one, objects[-1], str(source))
     partial = str(target.with_suffix(f".{os.getpid()}"))
-    # why without: it would bring the library of the thread sanitizer, for which accesses.cpp stands
-    linked = [flag for flag in flags if flag.startswith("-fsanitize") and flag != CALLS]
+    # why without CALLS: they would bring the libraries for which accesses.cpp stands
+    linked = [flag for flag in flags if flag.startswith("-fsanitize") and flag not in CALLS]
     _run(_required(), *linked, "-shared", "-Wl,-Bsymbolic", "-o", partial, *objects, *map(str, libraries))
     for path in objects:
         Path(path).unlink()
@@ -137,7 +137,7 @@ def _digest(*parts: str) -> str:
 @functools.cache
 def machine(mode: str) -> Path:
     """The library that every kernel is linked with: threads, memory, instructions."""
-    flags = tuple(flag for flag in MODES[mode] if flag != CALLS)
+    flags = tuple(flag for flag in MODES[mode] if flag not in CALLS)
     flags = ("-O2", *flags[1:]) if mode != "debug" else flags
     target = folder() / _digest(mode, *flags) / "libmachine.so"
     with _alone(target):
@@ -165,10 +165,10 @@ def build(unit: Unit, mode: str = "checked", root: Path | None = None) -> Path:
         The compiler is missing, or refuses the unit.
     """
     root = root or kernels_dir()
-    flags = (*MODES[mode], f"-I{HERE / 'cuda'}", f"-I{HERE}", f"-I{root}")
+    flags = (*MODES[mode], f"-I{HERE / 'cuda'}", f"-I{HERE}")
     text = f'#include "cuda/language.h"\n#line 1 "{unit.name}"\n{unit.text}'
     text += _ENTRY.format(name=unit.name)
-    # The headers' text, for `root` may hold others than the unit.
+    # The headers' text and not their folder, which may hold others than the unit.
     headers = [(root / path).read_text(encoding="utf-8") for path in unit.headers]
     place = folder() / _digest(mode, *flags, text, *headers)
     target = place / f"{unit.name}.so"
@@ -176,5 +176,5 @@ def build(unit: Unit, mode: str = "checked", root: Path | None = None) -> Path:
         if not target.exists():
             source = place / f"{unit.name}.cpp"
             source.write_text(text, encoding="utf-8")
-            _compile(target, [source], flags, machine(mode))
+            _compile(target, [source], (*flags, f"-I{root}"), machine(mode))
     return target

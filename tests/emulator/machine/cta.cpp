@@ -1,6 +1,9 @@
 #include "machine/cta.h"
 
+#include <dlfcn.h>
+
 #include <bit>
+#include <cstdio>
 #include <cstring>
 
 #include "cuda/language.h"
@@ -67,7 +70,7 @@ void Cta::end_thread() {
 // Goes on with a thread that can run, which may be this one.
 void Cta::wait() {
   const int next = next_ready();
-  if (next < 0) fail("dead: nobody can run" + who_waits_where());
+  if (next < 0) fail("nobody can go on" + who_waits_where() + "\n  this thread");
   if (next == current_) return;
   Thread& from = self();
   select(next);
@@ -99,6 +102,7 @@ void Cta::together(const WarpInstruction& instruction, void* operands, const Whe
   Thread& mine = self();
   const int warp = current_ / kLanes;
   mine.instruction = &instruction, mine.operands = operands, mine.where = where;
+  code_ = nullptr;
   arrived_[warp] |= 1u << current_ % kLanes;
   if (~arrived_[warp] != 0) {
     mine.state = Thread::kAtInstruction;
@@ -110,9 +114,9 @@ void Cta::together(const WarpInstruction& instruction, void* operands, const Whe
   for (int lane = 0; lane < kLanes; ++lane) {
     const Thread& its = threads_[warp * kLanes + lane];
     if (its.instruction->perform != instruction.perform) {
-      fail(std::string("executes ") + instruction.name + " at " + to_string(where) + ", while lane " +
-           std::to_string(lane) + " of its warp executes " + its.instruction->name + " at " +
-           to_string(its.where) + ": all lanes must execute the same one");
+      fail(std::string("executes ") + instruction.name + ", while lane " + std::to_string(lane) +
+           " of its warp executes " + its.instruction->name + " at " + to_string(its.where) +
+           ": all lanes must execute the same one");
     }
     all[lane] = its.operands;
   }
@@ -124,15 +128,17 @@ void Cta::together(const WarpInstruction& instruction, void* operands, const Whe
 }
 
 bool Cta::barrier(int id, int expected, bool said, const Where& where) {
+  Thread& mine = self();
+  mine.where = where;
+  code_ = nullptr;
   if (id < 0 || id >= kBarriers) fail("barrier " + std::to_string(id) + ": there are 0 to 15");
   if (expected % kLanes != 0 || expected > num_threads_) {
     fail("barrier " + std::to_string(id) + " of " + std::to_string(expected) +
          " threads: not a multiple of 32, or more than the CTA has");
   }
   Barrier& its = barriers_[id];
-  Thread& mine = self();
   mine.state = Thread::kAtBarrier;
-  mine.where = where, mine.barrier = id, mine.expected = expected;
+  mine.barrier = id, mine.expected = expected;
   if (!its.waiting.empty() && threads_[its.waiting[0]].expected != expected) {
     fail("waits at barrier " + std::to_string(id) + " for another number of threads than thread " +
          std::to_string(its.waiting[0]));
@@ -184,9 +190,21 @@ bool Cta::is_special(const void* pointer) {
 }
 
 void Cta::fail(const std::string& what) {
-  failure_ = "CTA " + std::to_string(blockIdx.x) + ", thread " + std::to_string(current_) + ": " + what;
+  failure_ = "CTA " + std::to_string(blockIdx.x) + ", thread " + std::to_string(current_) + ": " +
+             what + place();
   switch_fiber(self().fiber, launcher_);
   __builtin_unreachable();
+}
+
+// An address of a unit is one of its file; launch.py finds the line.
+std::string Cta::place() const {
+  if (code_ == nullptr) return ", at " + to_string(threads_[current_].where);
+  Dl_info file;
+  if (dladdr(code_, &file) == 0) return "";
+  char text[32];
+  std::snprintf(text, sizeof text, ", (code at %#zx)",
+                static_cast<const char*>(code_) - static_cast<const char*>(file.dli_fbase) - 1);
+  return text;
 }
 
 std::string Cta::who_waits_where() const {

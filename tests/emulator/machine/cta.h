@@ -57,13 +57,15 @@ class Cta {
   // Waits for `expected` threads, or with 0 for all of the CTA that have not ended; whether one of
   // them said so.
   bool barrier(int id, int expected, bool said, const Where& where);
-  // Ends the launch with a message about this thread.
+  // Ends the launch with a message about this thread and the code that it executes.
   [[noreturn]] void fail(const std::string& what);
   // Whether a place is the thread's own: its stack, or a special register.
   bool owns(const void* pointer) const {
     const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - stack_;
     return offset < Stacks::kBytes || is_special(pointer);
   }
+  // Where an access comes from that is no instruction of a warp and no barrier.
+  void comes_from(const void* code) { code_ = code; }
   bool chance() { return random_->one_in(4); }
 
  private:
@@ -82,9 +84,11 @@ class Cta {
   void release_if_complete(int id);
   void check_warps_agree(const Barrier& barrier);
   std::string who_waits_where() const;
+  std::string place() const;
 
   int num_threads_ = 0, num_live_ = 0, current_ = 0;
-  std::uintptr_t stack_ = 0;  // of the thread that runs
+  std::uintptr_t stack_ = 0;     // of the thread that runs
+  const void* code_ = nullptr;   // that it executes, or null: what its `where` says
   void (*body_)() = nullptr;
   Random* random_ = nullptr;
   std::vector<Thread> threads_;

@@ -7,9 +7,12 @@
 
 namespace emulator {
 
+#define FROM_HERE cta.comes_from(__builtin_return_address(0))
+
 static std::uint32_t offset(std::uint32_t address) { return address - SharedMemory::kFirstAddress; }
 
 Words load_shared(std::uint32_t address, int bytes) {
+  FROM_HERE;
   Words value = {};
   memory.shared().check_read(cta.thread(), offset(address), bytes, bytes);
   std::memcpy(&value, SharedMemory::at(address), bytes);
@@ -17,6 +20,7 @@ Words load_shared(std::uint32_t address, int bytes) {
 }
 
 void store_shared(std::uint32_t address, Words value, int bytes) {
+  FROM_HERE;
   memory.shared().check_write(cta.thread(), offset(address), bytes, bytes);
   std::memcpy(SharedMemory::at(address), &value, bytes);
 }
@@ -58,12 +62,17 @@ template struct LoadMatrix<false>;
 template struct LoadMatrix<true>;
 
 void start_copy(std::uint32_t shared, const void* global, bool wanted) {
+  FROM_HERE;
   cta.self().copies.start(shared, wanted ? global : nullptr, cta.chance());
 }
 void commit_copies() { cta.self().copies.commit(); }
-void wait_for_copies(int pending) { cta.self().copies.wait(pending); }
+void wait_for_copies(int pending) {
+  FROM_HERE;
+  cta.self().copies.wait(pending);
+}
 
 void add_in_global(float* address, Words terms) {
+  FROM_HERE;
   memory.check_global(address, sizeof terms, sizeof terms, Access::kAdd);
   for (int i = 0; i < 4; ++i) address[i] += std::bit_cast<float>(terms.at[i]);
 }

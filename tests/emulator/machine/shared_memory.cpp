@@ -21,8 +21,8 @@ void SharedMemory::begin_launch(int bytes, int num_threads, bool finds_races) {
   bytes_ = bytes, num_threads_ = num_threads, finds_races_ = finds_races;
   if (finds_races) {
     const std::size_t words = (bytes + kWord - 1) / kWord;
-    if (words_.size() < words) words_.resize(words);
-    if (readers_.size() < words * num_threads) readers_.resize(words * num_threads);
+    words_.assign(words, Word());
+    if (read_times_.size() < words * num_threads) read_times_.resize(words * num_threads);
     clocks_.resize(std::size_t(num_threads) * num_threads);
   }
 #if defined(__SANITIZE_ADDRESS__)
@@ -34,7 +34,7 @@ void SharedMemory::begin_launch(int bytes, int num_threads, bool finds_races) {
 void SharedMemory::begin_cta() {
   std::memset(window, 0xff, bytes_);
   order_all();
-  first_epoch_ = epoch_;
+  cta_began_ = now_;
 }
 
 void* SharedMemory::at(std::uint32_t address) { return window + (address - kFirstAddress); }
@@ -63,28 +63,23 @@ void SharedMemory::each_word(std::uint32_t offset, std::uint64_t bytes, F f) {
 
 void SharedMemory::check_after_write(int thread, int index, const char* what) {
   const Word& its = words_[index];
-  if (its.is_copied && is_written(its)) {
-    fail(index, std::string(what) + ", while a copy is under way to it: it ends with the wait of thread " +
-                    std::to_string(its.writer) + ", which started it");
+  if (its.is_copied && its.written >= cta_began_) {
+    fail(index, std::string(what) + " while a copy to it is under way, which ends with a wait of thread " +
+                    std::to_string(its.writer));
   }
-  if (its.write_epoch == epoch_ && its.writer != thread && its.write_time > clock(thread)[its.writer]) {
-    fail(index, std::string(what) + ", and no barrier comes between that and the write of thread " +
+  if (its.writer != thread && its.written > clock(thread)[its.writer]) {
+    fail(index, std::string(what) + ", and no barrier is between that and the write of thread " +
                     std::to_string(its.writer) + ": a race");
   }
 }
 
 void SharedMemory::check_read(int thread, std::uint32_t offset, std::uint64_t bytes,
-                               std::uint64_t align) {
+                              std::uint64_t align) {
   check_place(offset, bytes, align, "reads");
   each_word(offset, bytes, [&](int index) {
-    Word& its = words_[index];
-    if (!is_written(its)) fail(index, "read, and nobody has written it");
+    if (words_[index].written < cta_began_) fail(index, "read, and nobody has written it");
     check_after_write(thread, index, "read");
-    if (its.read_epoch != epoch_) {
-      std::fill_n(readers(index), num_threads_, Time(0));
-      its.read_epoch = epoch_;
-    }
-    readers(index)[thread] = clock(thread)[thread];
+    read_times(index)[thread] = clock(thread)[thread];
   });
 }
 
@@ -92,20 +87,17 @@ void SharedMemory::check_write(int thread, std::uint32_t offset, std::uint64_t b
                                std::uint64_t align) {
   check_place(offset, bytes, align, "writes");
   each_word(offset, bytes, [&](int index) {
-    Word& its = words_[index];
     check_after_write(thread, index, "written");
-    if (its.read_epoch == epoch_) {
-      const Time *read = readers(index), *known = clock(thread);
-      int racing = -1;
-      for (int i = 0; i < num_threads_; ++i) racing = i != thread && read[i] > known[i] ? i : racing;
-      if (racing >= 0) {
-        fail(index, "written, and no barrier comes between that and the read of thread " +
-                        std::to_string(racing) + ": a race");
+    const Time *read = read_times(index), *known = clock(thread);
+    bool races = false;
+    for (int i = 0; i < num_threads_; ++i) races |= read[i] > known[i];
+    for (int i = 0; races && i < num_threads_; ++i) {
+      if (read[i] > known[i]) {
+        fail(index, "written, and no barrier is between that and the read of thread " +
+                        std::to_string(i) + ": a race");
       }
     }
-    its.write_epoch = epoch_, its.writer = static_cast<std::uint16_t>(thread);
-    its.write_time = clock(thread)[thread];
-    its.is_copied = false;
+    words_[index] = {clock(thread)[thread], static_cast<std::uint16_t>(thread), false};
   });
 }
 
@@ -129,7 +121,7 @@ void SharedMemory::order(const int* threads, int count) {
   for (int i = 0; i < count; ++i) {
     Time* its = clock(threads[i]);
     std::copy(known.begin(), known.end(), its);
-    if (++its[threads[i]] == 0) cta.fail("waits at 65536 barriers of parts of the CTA between two of the whole");
+    now_ = std::max(now_, ++its[threads[i]]);
   }
 }
 
@@ -141,9 +133,9 @@ void SharedMemory::order(int first_thread, int count) {
 
 void SharedMemory::order_all() {
   if (!finds_races_) return;
-  ++epoch_;
-  std::fill(clocks_.begin(), clocks_.end(), Time(0));
-  for (int i = 0; i < num_threads_; ++i) clock(i)[i] = 1;
+  std::fill(clocks_.begin(), clocks_.end(), now_);
+  ++now_;
+  for (int i = 0; i < num_threads_; ++i) clock(i)[i] = now_;
 }
 
 void SharedMemory::fail(int index, const std::string& what) {

@@ -1,9 +1,9 @@
 // The shared memory of a CTA: bytes, and of each word who has touched it since when.
 //
 // Two accesses of a word by two threads race unless both read or one comes before the other: in the
-// order of a thread, through a barrier where both were, or through several. Between two barriers of
-// the whole CTA, an epoch, a vector clock a thread tells what it knows of the others. source:
-// Flanagan and Freund 2009 (FastTrack); here the readers of a word are a list, for epochs are short.
+// order of a thread, through a barrier where both were, or through several. A vector clock a thread
+// tells until when it knows what the others did. source: Flanagan and Freund 2009 (FastTrack); here
+// every reader of a word is kept.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -50,11 +50,10 @@ class SharedMemory {
   void order_all();
 
  private:
-  using Time = std::uint16_t;  // barriers of a thread in an epoch
+  using Time = std::uint32_t;  // rises at every barrier, through all launches
   struct Word {
-    std::uint32_t write_epoch = 0, read_epoch = 0;  // before first_epoch_: another CTA's
+    Time written = 0;
     std::uint16_t writer = 0;
-    Time write_time = 0;
     bool is_copied = false;  // by the writer, since then
   };
 
@@ -63,17 +62,17 @@ class SharedMemory {
   template <class F>
   void each_word(std::uint32_t offset, std::uint64_t bytes, F f);
   void check_after_write(int thread, int index, const char* what);
-  bool is_written(const Word& word) const { return word.write_epoch >= first_epoch_; }
-  Time* readers(int index) { return &readers_[std::size_t(index) * num_threads_]; }
+  Time* read_times(int index) { return &read_times_[std::size_t(index) * num_threads_]; }
   Time* clock(int thread) { return &clocks_[std::size_t(thread) * num_threads_]; }
   [[noreturn]] void fail(int index, const std::string& what);
 
   int bytes_ = 0, num_threads_ = 0;
   bool finds_races_ = false;
-  std::uint32_t epoch_ = 1, first_epoch_ = 1;  // now, and when this CTA began
+  Time now_ = 0;        // the latest of any thread
+  Time cta_began_ = 0;  // what was written before is another CTA's
   std::vector<Word> words_;
-  std::vector<Time> readers_;  // of each word read in this epoch, each thread's last time
-  std::vector<Time> clocks_;   // of each thread, what it knows of each
+  std::vector<Time> read_times_;  // of each word, each thread's last
+  std::vector<Time> clocks_;      // of each thread, until when it knows of each, itself too
 };
 
 }  // namespace emulator

@@ -1,0 +1,237 @@
+"""Faults made mechanically from the kernels' sources, to see that the emulated tests catch them.
+
+    PYTHONPATH=.:tests python -m emulator.faults --write          # the list, faults.txt
+    PYTHONPATH=.:tests python -m emulator.faults --draw 40        # breaks, builds, runs, says how
+
+A fault is one place of one line, changed by one rule. Layers base and ptx have none: the emulator
+has its own instructions, whose tests are in test_instructions.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuattn.jit.source import kernels_dir
+
+LIST = Path(__file__).with_name("faults.txt")
+LAYERS = ("tile", "softmax", "mainloop", "kernel")
+
+#: Seconds after which a launch counts as one that does not end.
+TIMEOUT = 120
+
+#: An argument without commas and brackets, and an expression in a call's brackets.
+_ARG = r"[^,()]+(?:\([^()]*\))?[^,()]*"
+
+#: What is changed, by name: a pattern, and what takes its place (None: nothing does).
+RULES: dict[str, tuple[tuple[str, str], ...]] = {
+    # A barrier is missing.
+    "barrier": (
+        (r"ptx::sync_(?:cta|warp)\(\);", ";"),
+        (r"ptx::sync_named\(.*\);", ";"),
+        (r"ptx::sync_cta_or\(", "("),
+    ),
+    # A wait is for one group too few, or a group is never closed.
+    "wait": (
+        (r"(ptx::async_wait<)0(>)", r"\g<1>1\2"),
+        (r"(ptx::async_wait<)1(>)", r"\g<1>2\2"),
+        (r"ptx::async_commit\(\);", ";"),
+    ),
+    # A bound is off by one, or the other one.
+    "bound": (
+        (r" < ", " <= "),
+        (r" <= ", " < "),
+        (r" > ", " >= "),
+        (r" >= ", " > "),
+        (r"(?<![\w:])min\(", "max("),
+        (r"(?<![\w:])max\(", "min("),
+    ),
+    # Two indices have changed places.
+    "indices": ((rf"(\.\w*(?:at|quad|pair|read|read_transposed)\()({_ARG}), ({_ARG})\)", r"\1\3, \2)"),),
+    # Something is not brought to a common scale.
+    "rescale": ((r"[\w.\[\](), ]+ \*= [^;]+;", ";"), (r" \* (?:weight|inverse|scale|units\.scale)\b", "")),
+    # An edge of the mask, or of a range, is off by one.
+    "edge": ((r" \+ 1\b", ""), (r" - 1\b", ""), (r"\bupper\b(?! *[(;,])", "(upper - 1)"), (r"\blower\b(?! *[(;,])", "(lower + 1)")),
+    # A lane, row, column or step is another.
+    "fragment": (
+        (r" ([*/%]) (2|4|8|16|32)\b", r" \1 (2 * \2)"),
+        (r" \+ (4|8|16)\b", r" + (\1 / 2)"),
+        (r"\^ 1\b", "^ 0"),
+        (r"shuffle_xor\((\w+), (\d+)\)", r"shuffle_xor(\1, 3 - \2)"),
+    ),
+    # A condition is weaker or stronger.
+    "condition": ((r" && ", " || "), (r" \|\| ", " && ")),
+}
+
+#: Lines that are no statement of a kernel.
+_NO_CODE = re.compile(r"^\s*(//|#|static_assert|template|using|namespace|\}  //)")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of one line; ``line`` counts from 1."""
+
+    rule: str
+    path: str
+    line: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}\t{self.path}:{self.line}\t{self.before.strip()}\t{self.after.strip()}"
+
+    def apply(self, root: Path) -> None:
+        """Make the change in the sources below a folder."""
+        path = root / self.path
+        lines = path.read_text(encoding="utf-8").split("\n")
+        assert lines[self.line - 1] == self.before
+        lines[self.line - 1] = self.after
+        path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def all_faults() -> Iterator[Fault]:
+    """Every fault of the sources as they are, in their order."""
+    root = kernels_dir()
+    for path in sorted(path for layer in LAYERS for path in (root / layer).glob("*.cuh")):
+        name = path.relative_to(root).as_posix()
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if not _NO_CODE.match(line):
+                for rule, after in _changed(line):
+                    yield Fault(rule, name, number, line, after)
+
+
+def _changed(line: str) -> Iterator[tuple[str, str]]:
+    code, slashes, comment = line.partition("  //")
+    seen = {line}
+    for rule, changes in RULES.items():
+        for pattern, replacement in changes:
+            for match in re.finditer(pattern, code):
+                after = code[: match.start()] + match.expand(replacement) + code[match.end() :]
+                after += slashes + comment
+                if after not in seen:
+                    seen.add(after)
+                    yield rule, after
+
+
+def check(fault: Fault) -> None:
+    """Run every small problem whose kernels have the fault; raises what shows it.
+
+    Raises
+    ------
+    AssertionError, EmulationError
+        The fault is caught.
+    """
+    import calls
+    import compare
+    from emulator import device
+    from emulator.engine import EmulatedEngine
+    from emulator.launch import settings
+    from engines import CUDA_ENGINES, family_of
+    from small_problems import PROBLEMS
+    from tiles import RANKS
+
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place) / "kernels_cu"
+        shutil.copytree(kernels_dir(), root)
+        fault.apply(root)
+        settings.root = root
+        for rank in reversed(RANKS):
+            for name in CUDA_ENGINES:
+                with device.emulated(), family_of(name) as family:
+                    engine = EmulatedEngine(family)
+                    compare.ROUNDS_TO_ZERO = family.dtypes if family.rounds_to_zero else ()
+                    for problem in PROBLEMS:
+                        if problem.dtype in family.dtypes and _meets(fault, problem, engine, rank):
+                            with engine.tile(rank), engine.order(rank):
+                                calls.check_forward(engine, problem)
+                                calls.check_backward(engine, problem)
+                                calls.check_backward(engine, problem, deterministic=True)
+
+
+_done: set[object] = set()
+
+
+def _meets(fault: Fault, problem, engine, rank: int) -> bool:
+    """Whether the problem launches a kernel with the fault's file that ran on nothing like it."""
+    from emulator.device import DEVICE
+
+    from cuattn import execute
+    from cuattn.attention import prepare
+    from cuattn.explain import both_passes
+    from cuattn.planning.options import Options
+    from cuattn.planning.select import plan_for
+
+    kernels = set()
+    with engine.tile(rank):
+        for deterministic in (None, True):
+            options = Options(**problem.options, deterministic=deterministic)
+            for asked in both_passes(prepare(*problem.arrays(), None, options)):
+                kernels |= {launch.kernel for launch in plan_for(asked, DEVICE).launches}
+    mine = {spec for spec in kernels if fault.path in execute.unit_of(spec).headers}
+    key = problem, frozenset(mine)
+    is_new = bool(mine) and key not in _done
+    _done.add(key)
+    return is_new
+
+
+def verdict(number: int) -> str:
+    """How the fault of this number fares, as one word and its first line; in a process of its own."""
+    command = (sys.executable, "-m", "emulator.faults", "--check", str(number))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    except subprocess.TimeoutExpired:
+        return "caught: does not end"
+    last = (done.stderr.strip() or "?").split("\n")
+    if done.returncode == 0:
+        return "SURVIVED"
+    if any("BuildError" in line for line in last):
+        return "no fault: does not compile"
+    if done.returncode < 0:
+        return f"caught: signal {-done.returncode}"
+    said = next((line for line in reversed(last) if re.match(r"[\w.]*(Error|Exception)\b", line)), last[-1])
+    return "caught: " + re.sub(r"\s+", " ", said)[:200]
+
+
+def drawn(count: int, seed: int = 0) -> Iterator[tuple[int, Fault, str]]:
+    """Faults in the order of a seed with their verdicts, until so many of them compile."""
+    faults = list(all_faults())
+    order = list(range(len(faults)))
+    random.Random(seed).shuffle(order)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = 0
+        for number, says in zip(order, pool.map(verdict, order[: 2 * count]), strict=False):
+            yield number, faults[number], says
+            found += not says.startswith("no fault")
+            if found == count:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", help="write the list anew")
+    parser.add_argument("--draw", type=int, metavar="COUNT", help="try so many, drawn by --seed")
+    parser.add_argument("--check", type=int, metavar="NUMBER", help="try one, and raise what shows it")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.write:
+        LIST.write_text("\n".join(map(str, all_faults())) + "\n", encoding="utf-8")
+    if options.check is not None:
+        check(list(all_faults())[options.check])
+    if options.draw:
+        for number, fault, says in drawn(options.draw, options.seed):
+            print(f"{number}\t{fault}\n\t{says}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
