@@ -142,13 +142,26 @@ def test_every_header_is_in_a_layer():
     )
 
 
+def layers_with(pattern):
+    """The layers whose code, without comments, has a match."""
+    texts = {path: re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8")) for path in HEADERS}
+    return {path.parent.name for path, text in texts.items() if re.search(pattern, text)}
+
+
 def test_inline_ptx_lives_in_ptx_only():
-    with_asm = {
-        path.parent.name
-        for path in HEADERS
-        if re.search(r"\b(asm|__asm__)\b[\s(]", path.read_text(encoding="utf-8"))
-    }
-    assert with_asm <= {"ptx"}
+    assert layers_with(r"\b(asm|__asm__)\b[\s(]") <= {"ptx"}
+
+
+def test_intrinsics_live_in_ptx_only():
+    """What the emulator must replace; builtins are the host compiler's too."""
+    assert layers_with(r"\b__(?!builtin_|align__|INTADDR__)\w+\(") <= {"ptx"}
+
+
+def test_shared_memory_is_dynamic():
+    """The emulator has one array for it, which every kernel declares by the same name."""
+    declared = r"extern __shared__ __align__\(\d+\) unsigned char shared\[\]"
+    assert layers_with("__shared__") == layers_with(declared) == {"kernel"}
+    assert not layers_with(r"(?<!extern )__shared__")
 
 
 def test_importing_cuattn_imports_no_framework():

@@ -31,10 +31,10 @@ struct MmaOperand<f32, kCount, kTerms> {
   u32 hi[kCount], lo[kCount];
 
   CUATTN_DEVICE void set(int i, f32 x) {
-    hi[i] = __float_as_uint(x) + 0x1000u;
+    hi[i] = __builtin_bit_cast(u32, x) + 0x1000u;
     if constexpr (kTerms != Terms::kLarge) {
       // A NaN stays one here, also where the rounding above has wrapped its bits round to a zero.
-      lo[i] = __float_as_uint(x - __uint_as_float(hi[i] & 0xffffe000u));
+      lo[i] = __builtin_bit_cast(u32, x - __builtin_bit_cast(f32, hi[i] & 0xffffe000u));
     }
   }
 };

@@ -17,8 +17,12 @@ from cuattn.jit.source import Unit, kernels_dir
 
 HERE = Path(__file__).parent
 
-#: Puts calls before plain accesses of memory, and where an index is out of bounds.
-CALLS = ("-fsanitize=thread", "-fsanitize=bounds", "-fno-sanitize-recover=bounds")
+#: Puts calls before plain accesses of memory, and where an index or a pointer is wrong.
+CALLS = (
+    "-fsanitize=thread",
+    "-fsanitize=bounds,alignment",
+    "-fno-sanitize-recover=bounds,alignment",
+)
 
 #: How a unit and the machine are compiled. In the first two machine/accesses.cpp answers these
 #: calls, in the last one the sanitizers see everything.

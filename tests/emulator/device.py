@@ -120,8 +120,7 @@ class LoadedPlan(execute.LoadedPlan):
         specs = {launch.kernel.name: launch.kernel for launch in plan.launches}
 
         def load(unit, arch, smem_bytes):
-            spec = specs[unit.name]
-            return EmulatedKernel(unit, spec.params_struct, dict(spec.config), smem_bytes)
+            return EmulatedKernel(unit, specs[unit.name])
 
         with (
             mock.patch.object(execute, "load", load),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,7 @@ from emulator.build import build, machine
 
 from cuattn.abi import structs
 from cuattn.jit.source import Unit
-
-#: Bytes of an element of the arrays of each parameter struct whose dtype is no element's: float32
-#: whatever the inputs are.
-FLOAT32 = {"part_out": 4, "part_lse": 4, "dq_sum": 4}
-
+from cuattn.planning.plan import ITEMSIZE, KernelSpec
 
 class EmulationError(Exception):
     """A launch did what no launch may do; the message says which thread did what where."""
@@ -71,7 +68,7 @@ class Launch(ctypes.Structure):
 class Extent:
     """The bytes from an array's first element in memory to the end of its last."""
 
-    name: str
+    name: bytes
     address: int
     nbytes: int
     is_writable: bool
@@ -112,7 +109,7 @@ def extents(params: np.void, itemsize: int, out_itemsize: int, accumulator: int)
         else:
             continue
         if address and nbytes:
-            yield Extent(name, address, nbytes, name in written)
+            yield Extent(name.encode(), address, nbytes, name in written)
 
 
 def _strided(name: str, tensor: np.void, shape: np.void, itemsize: int) -> tuple[int, int]:
@@ -134,63 +131,57 @@ def _strided(name: str, tensor: np.void, shape: np.void, itemsize: int) -> tuple
     return int(tensor["data"]) + first * itemsize, (last - first + 1) * itemsize
 
 
+def emulate(
+    path: Path, params: int, grid: int, block: int, smem_bytes: int, arrays: Iterable[Extent]
+) -> None:
+    """Run every CTA of a grid of a built unit, with the parameter struct at an address.
+
+    Raises
+    ------
+    EmulationError
+        A thread did what it may not do, or nobody could go on.
+    """
+    given = [Array(*dataclasses.astuple(each)) for each in arrays]
+    message = ctypes.create_string_buffer(1 << 16)
+    launch = Launch(
+        ctypes.cast(ctypes.CDLL(str(path)).run, ctypes.c_void_p),
+        params,
+        grid,
+        block,
+        smem_bytes,
+        settings.finds_races,
+        settings.seed,
+        (Array * len(given))(*given),
+        len(given),
+        len(message),
+        ctypes.cast(message, ctypes.c_char_p),
+    )
+    if ctypes.CDLL(str(machine(settings.mode))).emulate(ctypes.byref(launch)):
+        raise EmulationError(f"{path.stem}: {with_lines(message.value.decode(), path)}")
+
+
 class EmulatedKernel:
     """What stands for ``cuattn.jit.launch.Kernel``."""
 
-    def __init__(self, unit: Unit, params_struct: str, config: dict[str, int], smem_bytes: int):
-        self.name = unit.name
-        self.params = getattr(structs, params_struct)
-        self.smem_bytes = smem_bytes
-        self.num_threads = unit.num_threads
-        sizes = {0: 2, 1: 2, 2: 4, 3: 8}  # of DType
-        self.itemsize = sizes[config["dtype"]]
-        self.out_itemsize = sizes[config["out_dtype"]]
-        self.accumulator = max(4, self.itemsize)
+    def __init__(self, unit: Unit, spec: KernelSpec) -> None:
+        self.params = getattr(structs, spec.params_struct).dtype
+        self.block, self.smem_bytes = unit.num_threads, spec.smem_bytes
+        config = dict(spec.config)
+        names = [structs.DType(config[name]).name for name in ("dtype", "out_dtype")]
+        itemsize, out_itemsize = (ITEMSIZE[name.lower()] for name in names)
+        self.itemsizes = itemsize, out_itemsize, max(4, itemsize)
         self.path = build(unit, settings.mode, settings.root)
-        self.function = ctypes.CDLL(str(self.path)).run
-        self.emulate = ctypes.CDLL(str(machine(settings.mode))).emulate
 
-    def launcher(self, grid: int):
+    def launcher(self, grid: int) -> Callable[[int, int, int], None]:
         """``launcher(stream, arguments, 0)``, as of a kernel on a device."""
 
         def launch(stream: int, arguments: int, extra: int) -> None:
-            self.run(grid, ctypes.c_void_p.from_address(arguments).value)
+            address = ctypes.c_void_p.from_address(arguments).value
+            memory = (ctypes.c_uint8 * self.params.itemsize).from_address(address)
+            arrays = extents(np.frombuffer(memory, self.params)[0], *self.itemsizes)
+            emulate(self.path, address, grid, self.block, self.smem_bytes, arrays)
 
         return launch
-
-    def run(self, grid: int, params_address: int) -> None:
-        """Run every CTA of a grid, with the parameter struct at an address.
-
-        Raises
-        ------
-        EmulationError
-            A thread did what it may not do, or nobody could go on.
-        """
-        dtype = self.params.dtype
-        memory = (ctypes.c_uint8 * dtype.itemsize).from_address(params_address)
-        params = np.frombuffer(memory, dtype)[0]
-        sizes = self.itemsize, self.out_itemsize, self.accumulator
-        arrays = [
-            Array(each.name.encode(), each.address, each.nbytes, each.is_writable)
-            for each in extents(params, *sizes)
-        ]
-        message = ctypes.create_string_buffer(1 << 16)
-        launch = Launch(
-            ctypes.cast(self.function, ctypes.c_void_p),
-            params_address,
-            grid,
-            self.num_threads,
-            self.smem_bytes,
-            settings.finds_races,
-            settings.seed,
-            (Array * len(arrays))(*arrays),
-            len(arrays),
-            len(message),
-            ctypes.cast(message, ctypes.c_char_p),
-        )
-        if self.emulate(ctypes.byref(launch)):
-            text = message.value.decode()
-            raise EmulationError(f"{self.name}: {with_lines(text, self.path)}")
 
 
 def with_lines(text: str, path: Path) -> str:

@@ -1,7 +1,8 @@
 // Plain accesses of a kernel. Its unit is compiled with -fsanitize=thread, which puts a call before
-// every access of memory that others may see, and with -fsanitize=bounds, which calls where an index
-// of an array, so of registers, is out of its bounds; instead of the sanitizers' libraries these
-// answer. So `tile.at(row, col) = x` is checked like st.shared, in sources that know nothing of it.
+// every access of memory that others may see, and with -fsanitize=bounds,alignment, which calls
+// where an index is out of the bounds of an array, such as of registers, or a pointer is none of its
+// type. Instead of the sanitizers' libraries these answer. So `tile.at(row, col) = x` is checked like
+// st.shared, in sources that know nothing of it.
 #include "machine/cta.h"
 #include "machine/memory.h"
 
@@ -47,6 +48,18 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
+// Only the compiler knows that four elements are moved together; it may move them one by one here.
+struct Pointer {
+  const char* file;
+  std::uint32_t line, column;
+  const void* type;
+  std::uint8_t log2_alignment, kind;
+};
+void __ubsan_handle_type_mismatch_v1_abort(const Pointer* its, std::uintptr_t address) {
+  cta.comes_from(CODE);
+  cta.fail("an address is no multiple of " + std::to_string(1 << its->log2_alignment) + ": " +
+           std::to_string(address));
+}
 void __ubsan_handle_out_of_bounds_abort(const void*, std::uintptr_t index) {
   cta.comes_from(CODE);
   cta.fail("index " + std::to_string(static_cast<std::int64_t>(index)) +
