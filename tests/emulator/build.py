@@ -93,8 +93,9 @@ def _required() -> str:
 
 @functools.cache
 def _instrument() -> str:
-    """The text of all C++ files here: a change of any builds everything anew."""
+    """The text of all that builds: a change of any builds everything anew."""
     files = sorted(path for path in HERE.rglob("*") if path.suffix in {".h", ".cpp", ".cuh"})
+    files.append(Path(__file__))
     return "\0".join(path.read_text(encoding="utf-8") for path in files)
 
 
