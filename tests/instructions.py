@@ -1,4 +1,4 @@
-"""Runs a few lines of a kernel, emulated or on a GPU: what the tests of single instructions share."""
+"""Runs a few lines of a kernel, emulated or on a GPU, for tests of single instructions."""
 
 import re
 from array import array
@@ -95,6 +95,8 @@ def bits_of_every_kind(count, seed=0):
     """float32 numbers of all exponents, the edges of each, and NaN and infinities."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2**32, count, np.uint32)
-    edges = (np.arange(256, dtype=np.uint32)[:, None] << 23) + np.array([0, 1, 2**23 - 1], np.uint32)
+    edges = (np.arange(256, dtype=np.uint32)[:, None] << 23) + np.array(
+        [0, 1, 2**23 - 1], np.uint32
+    )
     signs = np.array([[0], [2**31]], np.uint32)
     return np.concatenate([bits, (edges.ravel() | signs).ravel()]).view(np.float32)

@@ -28,6 +28,7 @@ from cuattn.explain import both_passes
 from cuattn.planning.options import Options
 from cuattn.planning.select import plan_for
 
+
 def main() -> None:
     """Run every problem in every tile of every family that takes its dtype."""
     cupy.cuda.set_allocator(None)

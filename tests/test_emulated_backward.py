@@ -18,23 +18,23 @@ from tiles import RANKS
 #: Single tests that need no other engines.
 EMULATED = {
     "test_few_keys": ("sm80", "sm80-both"),
-    "test_keys_that_no_row_sees_get_zeros": ("sm80", "sm80-both"),
+    "test_keys_that_no_row_sees_get_zeros": ("sm80",),
     "test_gradients_are_finite_differences": ("simt", "dmma"),
-    "test_many_tiles": ("simt", "tf32x3", "dmma", "sm80-tiles"),
+    "test_large_scores": ("simt", "sm80", "sm80-tiles"),
+    "test_many_tiles": ("tf32x3", "sm80-tiles"),
 }
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(problem=problems(), rank=st.sampled_from(RANKS))
 def test_any_problem(engine, problem, rank):  # noqa: F811
     with engine.tile(rank), engine.order(problem.seed):
         check_backward(engine, problem.within(engine.dtypes))
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_few_keys(engine, dtype, head_dim):  # noqa: F811
-    test_backward.test_few_keys(engine, dtype, head_dim)
+def test_few_keys(engine, dtype):  # noqa: F811
+    test_backward.test_few_keys(engine, dtype, 64)
 
 
 def test_keys_that_no_row_sees_get_zeros(engine):  # noqa: F811

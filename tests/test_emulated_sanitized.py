@@ -1,4 +1,4 @@
-"""Emulated kernels under the address and the undefined-behaviour sanitizer, in their own processes."""
+"""Emulated kernels under the address and the undefined-behaviour sanitizer."""
 
 import subprocess
 import sys
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 FAULTS = {
     "past an array": ("its.out[thread + 1] = 1;", "heap-buffer-overflow"),
     "past shared memory": (
-        "its.out[thread] = reinterpret_cast<f32*>(shared)[511 + thread];", "use-after-poison"
+        "its.out[thread] = reinterpret_cast<f32*>(shared)[511 + thread];",
+        "use-after-poison",
     ),
     "past registers": (
         "f32 r[4]; for (int i = 0; i <= its.a[63]; ++i) r[i] = i; its.out[thread] = r[2];",
@@ -25,10 +26,12 @@ FAULTS = {
         "misaligned address",
     ),
     "a shift by too much": (
-        "its.out[thread] = 1 << int(8 * its.a[63] + thread);", "shift exponent"
+        "its.out[thread] = 1 << int(8 * its.a[63] + thread);",
+        "shift exponent",
     ),
     "an integer that is too large": (
-        "its.out[thread] = int(its.a[63]) * 1000000000 * (1 + thread);", "signed integer overflow"
+        "its.out[thread] = int(its.a[63]) * 1000000000 * (1 + thread);",
+        "signed integer overflow",
     ),
 }
 
@@ -61,7 +64,7 @@ def sanitized(*command):
 
 @pytest.mark.parametrize(("name", "dtype"), [("simt", "float32"), ("sm80", "bfloat16")])
 def test_small_launches(name, dtype):
-    done = sanitized("-m", "emulator.small_launches", "sanitized", name, dtype)
+    done = sanitized("-m", "emulator.small_launches", "sanitized", name, dtype, "2")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "is right" in done.stdout
 

@@ -41,8 +41,7 @@ FAULTS = {
         r"no barrier is between that and the (write|read) of thread \d+: a race",
     ),
     "a write races with a read": (
-        PLACE + "ptx::sync_cta(); its.out[thread] = place[(thread + 1) % 64];\n"
-        "place[thread] = 7;",
+        PLACE + "ptx::sync_cta(); its.out[thread] = place[(thread + 1) % 64];\nplace[thread] = 7;",
         r"no barrier is between that and the (read|write) of thread \d+: a race",
     ),
     "two threads write one place": (
@@ -77,7 +76,7 @@ FAULTS = {
     ),
     "before an array": (
         "its.out[thread] = its.a[-1];",
-        r"reads 4 bytes outside of every array; the nearest is a, of 256 bytes: this is 4 before it",
+        r"reads 4 bytes outside of every array; the nearest is a, of 256 bytes: this is 4 before",
     ),
     "into an input": ("its.a[thread] = 1;", r"writes 4 bytes of a at byte \d+: an input"),
     "a misaligned vector": (
@@ -111,7 +110,7 @@ FAULTS = {
     "a copy into what another still reads": (
         COPY + "ptx::store_shared(mine, 1u); ptx::sync_cta(); ptx::load_shared(mine ^ 512);\n"
         "ptx::async_copy_16(mine, its.a + thread / 4 * 4);",
-        r"written, and no barrier is between that and the read|read while a copy to it is under way",
+        r"written, and no barrier is between that and the read|read while a copy to it is under",
     ),
     "a copy from past the end of an array": (
         COPY + "ptx::async_copy_16(mine, its.a + 64);",
@@ -235,7 +234,9 @@ def test_what_nobody_has_written_is_nan(run, set_to):
 
 def test_a_copy_lands_at_its_wait_or_before(run, set_to):
     set_to(finds_races=False)
-    body = COPY + """
+    body = (
+        COPY
+        + """
       ptx::async_copy_16(mine, its.a + 4 * thread);
       ptx::async_commit();
       ptx::load_shared(four, mine);
@@ -244,6 +245,7 @@ def test_a_copy_lands_at_its_wait_or_before(run, set_to):
       ptx::load_shared(four, mine);
       its.out[32 + thread] = four[0];
     """
+    )
     a = np.arange(128, dtype=np.uint32)
     landed = set()
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""Each function of ``kernels_cu/ptx`` against NumPy: as it is emulated, and as a GPU executes it."""
+"""Each function of ``kernels_cu/ptx`` against NumPy: emulated, and as a GPU executes it."""
 
 from fractions import Fraction
 
@@ -225,9 +225,7 @@ def test_barriers_of_some_warps(run):
         ptx::sync_named(1 + pair, 64);
       }
     """
-    (got,) = run(
-        body, {"out": np.zeros((3, 128), np.float32)}, threads=128, smem=512, name="named"
-    )
+    (got,) = run(body, {"out": np.zeros((3, 128), np.float32)}, threads=128, smem=512, name="named")
     want = np.zeros((3, 2, 2, 32))
     want[:, :, 1] = 100 * np.arange(3)[:, None, None] + np.array([[0], [64]]) + LANES
     np.testing.assert_array_equal(got, want.reshape(3, 128))

@@ -33,7 +33,15 @@ MODES = {
 }
 
 #: -Wno-tsan: there are no fences here; -Wno-unknown-pragmas: unroll is nvcc's.
-FLAGS = ("-std=c++20", "-fPIC", "-fno-semantic-interposition", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function")
+FLAGS = (
+    "-std=c++20",
+    "-fPIC",
+    "-fno-semantic-interposition",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+)
 
 #: What to do where there is no compiler.
 REMEDY = "install g++ 12 or clang++ 17, or newer (Debian: apt install g++), or name one in CXX"
@@ -65,7 +73,14 @@ def compiler() -> str | None:
             with tempfile.TemporaryDirectory() as place:
                 source = Path(place) / "probe.cpp"
                 source.write_text(probe, encoding="utf-8")
-                command = (name, "-std=c++20", "-c", str(source), "-o", str(Path(place) / "probe.o"))
+                command = (
+                    name,
+                    "-std=c++20",
+                    "-c",
+                    str(source),
+                    "-o",
+                    str(Path(place) / "probe.o"),
+                )
                 if subprocess.run(command, capture_output=True, check=False).returncode == 0:
                     return name
     return None
@@ -120,7 +135,16 @@ def _compile(target: Path, sources: list[Path], flags: tuple[str, ...], *librari
     partial = str(target.with_suffix(f".{os.getpid()}"))
     # why without CALLS: they would bring the libraries for which accesses.cpp stands
     linked = [flag for flag in flags if flag.startswith("-fsanitize") and flag not in CALLS]
-    _run(_required(), *linked, "-shared", "-Wl,-Bsymbolic", "-o", partial, *objects, *map(str, libraries))
+    _run(
+        _required(),
+        *linked,
+        "-shared",
+        "-Wl,-Bsymbolic",
+        "-o",
+        partial,
+        *objects,
+        *map(str, libraries),
+    )
     for path in objects:
         Path(path).unlink()
     Path(partial).replace(target)

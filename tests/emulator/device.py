@@ -9,10 +9,10 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from emulator.launch import EmulatedKernel
 
 from cuattn import _arrays, execute
 from cuattn.planning.device import KNOWN
+from emulator.launch import EmulatedKernel
 
 #: Whose plans are run. The kernels are those of sm_80 and later; the tiles are this one's.
 DEVICE = KNOWN["sm_90a"]
@@ -61,7 +61,7 @@ def alloc(nbytes: int) -> Memory:
     return Memory(allocation, allocation.address)
 
 
-class ndarray:  # noqa: N801 - CuPy's name
+class ndarray:
     """An array on this device: not NumPy's, so it takes the way of kernels."""
 
     def __init__(self, shape, dtype, memptr=None, strides=None):

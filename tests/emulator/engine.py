@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
+from tiles import RANKS, tile_of_rank
+
 from emulator import device
 from emulator.launch import settings
-from tiles import RANKS, tile_of_rank
 
 
 class EmulatedEngine:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from emulator.build import build, machine
 
 from cuattn.abi import structs
 from cuattn.jit.source import Unit
 from cuattn.planning.plan import ITEMSIZE, KernelSpec
+from emulator.build import build, machine
+
 
 class EmulationError(Exception):
     """A launch did what no launch may do; the message says which thread did what where."""
@@ -74,7 +75,9 @@ class Extent:
     is_writable: bool
 
 
-def extents(params: np.void, itemsize: int, out_itemsize: int, accumulator: int) -> Iterator[Extent]:
+def extents(
+    params: np.void, itemsize: int, out_itemsize: int, accumulator: int
+) -> Iterator[Extent]:
     """The arrays that a parameter struct describes: a kernel may touch these and no more.
 
     ``itemsize`` is that of q, k, v and the gradients, ``out_itemsize`` of out and dout, and

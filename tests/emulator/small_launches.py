@@ -14,12 +14,13 @@ from pathlib import Path
 
 import calls
 import compare
-from emulator import build, device
-from emulator.engine import EmulatedEngine
-from emulator.launch import settings
 from engines import family_of
 from small_problems import PROBLEMS
 from tiles import RANKS
+
+from emulator import build, device
+from emulator.engine import EmulatedEngine
+from emulator.launch import settings
 
 
 def environment() -> dict[str, str] | None:
@@ -38,18 +39,17 @@ def environment() -> dict[str, str] | None:
     }
 
 
-def main(mode: str, name: str, *dtypes: str) -> None:
-    """The small problems of some dtypes in the smallest tile of a family, forward and backward."""
+def main(mode: str, name: str, dtype: str, count: str = "99") -> None:
+    """So many small problems of a dtype in the smallest tile of a family, forward and backward."""
     settings.mode = mode
     with device.emulated(), family_of(name) as family:
         engine = EmulatedEngine(family)
         compare.ROUNDS_TO_ZERO = family.dtypes if family.rounds_to_zero else ()
         with engine.tile(RANKS[-1]), engine.order(1):
-            for problem in PROBLEMS:
-                if problem.dtype in set(dtypes or family.dtypes):
-                    calls.check_forward(engine, problem)
-                    calls.check_backward(engine, problem)
-                    print(name, problem, "is right", flush=True)
+            for problem in [each for each in PROBLEMS if each.dtype == dtype][: int(count)]:
+                calls.check_forward(engine, problem)
+                calls.check_backward(engine, problem)
+                print(name, problem, "is right", flush=True)
 
 
 if __name__ == "__main__":

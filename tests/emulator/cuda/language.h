@@ -4,6 +4,7 @@
 // between a kernel on a GPU and here; kernels_cu is compiled as it is.
 #pragma once
 #include <cmath>
+#include <cstdio>
 
 #define __host__
 #define __device__

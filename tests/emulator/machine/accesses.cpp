@@ -1,8 +1,8 @@
 // Plain accesses of a kernel. Its unit is compiled with -fsanitize=thread, which puts a call before
 // every access of memory that others may see, and with -fsanitize=bounds,alignment, which calls
-// where an index is out of the bounds of an array, such as of registers, or a pointer is none of its
-// type. Instead of the sanitizers' libraries these answer. So `tile.at(row, col) = x` is checked like
-// st.shared, in sources that know nothing of it.
+// where an index is out of the bounds of an array, such as of registers, or a pointer is none of
+// its type. Instead of the sanitizers' libraries these answer. So `tile.at(row, col) = x` is
+// checked like st.shared, in sources that know nothing of it.
 #include "machine/cta.h"
 #include "machine/memory.h"
 
@@ -29,10 +29,10 @@ static void check(const void* pointer, std::uint64_t bytes, std::uint64_t align,
 using emulator::Access, emulator::check, emulator::cta;
 #define CODE __builtin_return_address(0)
 extern "C" {
-#define ACCESSES(bytes)                                                                        \
-  void __tsan_read##bytes(void* at) { check(at, bytes, bytes, Access::kRead, CODE); }          \
-  void __tsan_write##bytes(void* at) { check(at, bytes, bytes, Access::kWrite, CODE); }        \
-  void __tsan_unaligned_read##bytes(void* at) { check(at, bytes, 1, Access::kRead, CODE); }    \
+#define ACCESSES(bytes)                                                                     \
+  void __tsan_read##bytes(void* at) { check(at, bytes, bytes, Access::kRead, CODE); }       \
+  void __tsan_write##bytes(void* at) { check(at, bytes, bytes, Access::kWrite, CODE); }     \
+  void __tsan_unaligned_read##bytes(void* at) { check(at, bytes, 1, Access::kRead, CODE); } \
   void __tsan_unaligned_write##bytes(void* at) { check(at, bytes, 1, Access::kWrite, CODE); }
 ACCESSES(1)
 ACCESSES(2)

@@ -1,7 +1,5 @@
 #include "machine/async_copies.h"
-
 #include <cstring>
-
 #include "machine/cta.h"
 #include "machine/memory.h"
 

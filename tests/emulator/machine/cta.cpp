@@ -1,11 +1,8 @@
 #include "machine/cta.h"
-
 #include <dlfcn.h>
-
 #include <bit>
 #include <cstdio>
 #include <cstring>
-
 #include "cuda/language.h"
 
 uint3 threadIdx, blockIdx;
@@ -18,8 +15,10 @@ Cta cta;
 std::string to_string(const Where& where) {
   const char* file = where.file_name();
   // From the layer on, as includes are written.
-  for (const char* name = std::strchr(file, '/'); name != nullptr; name = std::strchr(name + 1, '/'))
-    if (std::strchr(name + 1, '/') != nullptr && std::strchr(std::strchr(name + 1, '/') + 1, '/') == nullptr)
+  for (const char* name = std::strchr(file, '/'); name != nullptr;
+       name = std::strchr(name + 1, '/'))
+    if (std::strchr(name + 1, '/') != nullptr &&
+        std::strchr(std::strchr(name + 1, '/') + 1, '/') == nullptr)
       file = name + 1;
   return std::string(file) + ":" + std::to_string(where.line());
 }
@@ -176,15 +175,16 @@ void Cta::check_warps_agree(const Barrier& barrier) {
     if (of_warp == nullptr) of_warp = &threads_[thread];
     if (of_warp->where.line() != threads_[thread].where.line()) {
       fail("barrier " + std::to_string(of_warp->barrier) + ": lanes of warp " +
-           std::to_string(thread / kLanes) + " wait at it in " + to_string(of_warp->where) + " and " +
-           to_string(threads_[thread].where));
+           std::to_string(thread / kLanes) + " wait at it in " + to_string(of_warp->where) +
+           " and " + to_string(threads_[thread].where));
     }
   }
 }
 
 bool Cta::is_special(const void* pointer) {
   const auto is = [=](const auto& its) {
-    return reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(&its) < sizeof its;
+    return reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(&its) <
+           sizeof its;
   };
   return is(threadIdx) || is(blockIdx) || is(blockDim) || is(gridDim);
 }
@@ -222,7 +222,8 @@ std::string Cta::who_waits_where() const {
   };
   for (int begin = 0, i = 1; i <= num_threads_; ++i) {
     if (i < num_threads_ && says(i) == says(begin)) continue;
-    text += "\n  threads " + std::to_string(begin) + " to " + std::to_string(i - 1) + " " + says(begin);
+    text +=
+        "\n  threads " + std::to_string(begin) + " to " + std::to_string(i - 1) + " " + says(begin);
     begin = i;
   }
   return text;

@@ -10,7 +10,6 @@
 #include <source_location>
 #include <string>
 #include <vector>
-
 #include "machine/async_copies.h"
 #include "machine/fiber.h"
 #include "machine/memory.h"
@@ -87,8 +86,8 @@ class Cta {
   std::string place() const;
 
   int num_threads_ = 0, num_live_ = 0, current_ = 0;
-  std::uintptr_t stack_ = 0;     // of the thread that runs
-  const void* code_ = nullptr;   // that it executes, or null: what its `where` says
+  std::uintptr_t stack_ = 0;    // of the thread that runs
+  const void* code_ = nullptr;  // that it executes, or null: what its `where` says
   void (*body_)() = nullptr;
   Random* random_ = nullptr;
   std::vector<Thread> threads_;

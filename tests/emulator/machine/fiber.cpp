@@ -1,8 +1,6 @@
 #include "machine/fiber.h"
-
 #include <sys/mman.h>
 #include <unistd.h>
-
 #include <cstdint>
 #include <cstdlib>
 
@@ -42,7 +40,7 @@ emulator_switch:
   popq %rbp
   ret
 )");
-static constexpr int kSavedWords = 7;     // registers, and the address to return to
+static constexpr int kSavedWords = 7;  // registers, and the address to return to
 static constexpr int kReturnWord = 6;
 static constexpr int kWordsAboveEntry = 1;  // a function begins 8 bytes off a multiple of 16
 #elif defined(__aarch64__)

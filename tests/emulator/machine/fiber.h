@@ -1,7 +1,8 @@
 // Execution contexts of one operating-system thread: what a CUDA thread is here.
 //
 // A fiber is a stack and the place where it stopped. Switching saves the registers that a C++ call
-// keeps, and nothing else, so it takes a few nanoseconds; the standard's ucontext enters the kernel.
+// keeps, and nothing else, so it takes a few nanoseconds; the standard's ucontext enters the
+// kernel.
 #pragma once
 #include <cstddef>
 

@@ -1,8 +1,6 @@
 #include "machine/instructions.h"
-
 #include <bit>
 #include <cstring>
-
 #include "machine/memory.h"
 
 namespace emulator {

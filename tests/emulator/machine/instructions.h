@@ -17,14 +17,14 @@ namespace emulator {
 // Values go by value, so that a kernel's fragments can stay in registers.
 template <class Lane>
 [[gnu::noinline]] UNCHECKED Lane together(Lane lane, Where where) {
-  static constexpr WarpInstruction kInstruction = {
-      Lane::kName,
-      [](void* const* operands) UNCHECKED {
-        Lane* lanes[kLanes];
-        for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<Lane*>(operands[i]);
-        Lane::perform(lanes);
-      },
-      requires { Lane::kOrdersMemory; }};
+  static constexpr WarpInstruction kInstruction = {Lane::kName,
+                                                   [](void* const* operands) UNCHECKED {
+                                                     Lane * lanes[kLanes];
+                                                     for (int i = 0; i < kLanes; ++i)
+                                                       lanes[i] = static_cast<Lane*>(operands[i]);
+                                                     Lane::perform(lanes);
+                                                   },
+                                                   requires { Lane::kOrdersMemory; }};
   cta.together(kInstruction, &lane, where);
   return lane;
 }

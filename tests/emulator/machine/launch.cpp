@@ -1,6 +1,5 @@
 // Runs a grid: what tests/emulator/launch.py calls.
 #include <cstring>
-
 #include "cuda/language.h"
 #include "machine/cta.h"
 #include "machine/memory.h"

@@ -1,5 +1,4 @@
 #include "machine/memory.h"
-
 #include "machine/cta.h"
 
 namespace emulator {
@@ -35,9 +34,9 @@ void Memory::check_global(const void* pointer, std::uint64_t bytes, std::uint64_
     const std::uint64_t offset = address - its.address;
     const bool may_write = access == Access::kRead || its.is_writable;
     if (address % align != 0 || !may_write) {
-      cta.fail(does(access, bytes) + "of " + its.name + " at byte " + std::to_string(offset) +
-               (may_write ? ": the address is no multiple of " + std::to_string(align)
-                          : ": an input"));
+      cta.fail(
+          does(access, bytes) + "of " + its.name + " at byte " + std::to_string(offset) +
+          (may_write ? ": the address is no multiple of " + std::to_string(align) : ": an input"));
     }
     if (!its.touched.empty()) find_race(its, offset, offset + bytes, access);
     return;
@@ -51,8 +50,8 @@ void Memory::check_global(const void* pointer, std::uint64_t bytes, std::uint64_
   }
   std::string place = "outside of every array";
   if (nearest != nullptr) {
-    place += "; the nearest is " + std::string(nearest->name) + ", of " + std::to_string(nearest->bytes) +
-             " bytes: this is " +
+    place += "; the nearest is " + std::string(nearest->name) + ", of " +
+             std::to_string(nearest->bytes) + " bytes: this is " +
              (address < nearest->address ? std::to_string(distance) + " before it"
                                          : "at byte " + std::to_string(distance) + " of it");
   }
@@ -69,10 +68,11 @@ void Memory::find_race(Tracked& array, std::uint64_t begin, std::uint64_t end, A
     const bool is_read = access != Access::kRead && its.reader != 0 && its.reader != cta_;
     if (is_written || is_read) {
       const std::uint32_t other = is_written ? its.writer : its.reader;
-      cta.fail(std::string(access == Access::kRead ? "reads" : "writes") + " byte " +
-               std::to_string(at * kGranule) + " of " + array.name + ", which " +
-               (other == kSeveral ? "several CTAs have" : "CTA " + std::to_string(other - 1) + " has") +
-               (is_written ? " written" : " read") + " in this launch: a race");
+      cta.fail(
+          std::string(access == Access::kRead ? "reads" : "writes") + " byte " +
+          std::to_string(at * kGranule) + " of " + array.name + ", which " +
+          (other == kSeveral ? "several CTAs have" : "CTA " + std::to_string(other - 1) + " has") +
+          (is_written ? " written" : " read") + " in this launch: a race");
     }
     if (access == Access::kRead) {
       its.reader = its.reader == 0 || its.reader == cta_ ? cta_ : kSeveral;

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string>
 #include <vector>
-
 #include "machine/shared_memory.h"
 
 namespace emulator {

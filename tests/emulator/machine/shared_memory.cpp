@@ -1,8 +1,6 @@
 #include "machine/shared_memory.h"
-
 #include <algorithm>
 #include <cstring>
-
 #include "machine/cta.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -45,7 +43,8 @@ std::uint32_t SharedMemory::address_of(const void* pointer) {
 
 void SharedMemory::check_place(std::uint32_t offset, std::uint64_t bytes, std::uint64_t align,
                                const char* does) const {
-  const bool is_inside = offset <= kReserved && offset + bytes <= static_cast<std::uint64_t>(bytes_);
+  const bool is_inside =
+      offset <= kReserved && offset + bytes <= static_cast<std::uint64_t>(bytes_);
   if (is_inside && offset % align == 0) return;
   const std::string what = std::string(does) + " " + std::to_string(bytes) +
                            " bytes of shared memory at " +
@@ -64,7 +63,8 @@ void SharedMemory::each_word(std::uint32_t offset, std::uint64_t bytes, F f) {
 void SharedMemory::check_after_write(int thread, int index, const char* what) {
   const Word& its = words_[index];
   if (its.is_copied && its.written >= cta_began_) {
-    fail(index, std::string(what) + " while a copy to it is under way, which ends with a wait of thread " +
+    fail(index, std::string(what) +
+                    " while a copy to it is under way, which ends with a wait of thread " +
                     std::to_string(its.writer));
   }
   if (its.writer != thread && its.written > clock(thread)[its.writer]) {
