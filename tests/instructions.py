@@ -100,3 +100,22 @@ def bits_of_every_kind(count, seed=0):
     )
     signs = np.array([[0], [2**31]], np.uint32)
     return np.concatenate([bits, (edges.ravel() | signs).ravel()]).view(np.float32)
+
+
+def mapped(run, expression, values, dtype, name):
+    """An expression of ``x`` for every number, by 32 threads."""
+    body = f"""
+      for (int i = thread; i < {len(values)}; i += 32) {{
+        const auto x = its.values[i];
+        {expression}
+      }}
+    """
+    (got,) = run(body, {"out": np.zeros(len(values), dtype)}, name=name, values=values)
+    return got
+
+
+def ulps(got, want, dtype):
+    """How far off, in units of the last place of the right result."""
+    with np.errstate(all="ignore"):
+        unit = np.spacing(np.abs(want).astype(dtype)).astype(np.float64)
+        return np.where(got == want.astype(dtype), 0, np.abs(got.astype(np.float64) - want) / unit)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from instructions import Emulated, OnGpu, bits_of_every_kind, declared
+from instructions import Emulated, OnGpu, bits_of_every_kind, declared, mapped, ulps
 
 from cuattn.jit.source import kernels_dir
 
@@ -277,25 +277,6 @@ def test_special_registers(run):
     """
     (got,) = run(body, {"out": np.zeros((64, 7), np.int32)}, threads=64, grid=7, name="special")
     np.testing.assert_array_equal(got, 1000 * np.arange(7) + np.arange(64)[:, None])
-
-
-def mapped(run, expression, values, dtype, name):
-    """An expression of ``x`` for every number, by 32 threads."""
-    body = f"""
-      for (int i = thread; i < {len(values)}; i += 32) {{
-        const auto x = its.values[i];
-        {expression}
-      }}
-    """
-    (got,) = run(body, {"out": np.zeros(len(values), dtype)}, name=name, values=values)
-    return got
-
-
-def ulps(got, want, dtype):
-    """How far off, in units of the last place of the right result."""
-    with np.errstate(all="ignore"):
-        unit = np.spacing(np.abs(want).astype(dtype)).astype(np.float64)
-        return np.where(got == want.astype(dtype), 0, np.abs(got.astype(np.float64) - want) / unit)
 
 
 def test_exp2(run):

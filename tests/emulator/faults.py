@@ -19,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from cuattn.jit.source import kernels_dir
 
-LIST = Path(__file__).with_name("faults.txt")
+HERE = Path(__file__).parent
+LIST = HERE / "faults.txt"
 LAYERS = ("tile", "softmax", "mainloop", "kernel")
 
 #: Seconds after which a problem counts as one that does not end; its kernels are built meanwhile.
@@ -199,33 +200,38 @@ def _meets(fault: Fault, problem, engine, rank: int) -> bool:
 def verdict(number: int) -> str:
     """How the fault of this number fares, in a process of its own."""
     command = (sys.executable, "-m", "emulator.faults", "--check", str(number))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    last = (done.stderr.strip() or "?").split("\n")
+    paths = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
+    env = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode == 0:
         return "SURVIVED"
-    if any("BuildError" in line for line in last):
-        return "no fault: does not compile"
     if done.returncode < 0:
         return f"caught: {signal.Signals(-done.returncode).name}"
-    said = next(
-        (line for line in reversed(last) if re.match(r"[\w.]*(Error|Exception)\b", line)), last[-1]
-    )
-    return "caught: " + re.sub(r"\s+", " ", said)[:200]
+    found = re.findall(r"^(?:[\w.]+\.)?(\w*Error)\b(.*)", done.stderr, re.MULTILINE)
+    error, says = found[-1] if found else ("", "")
+    if error == "BuildError":
+        return "no fault: does not compile"
+    if error not in {"AssertionError", "EmulationError"}:  # the search itself is broken
+        raise RuntimeError(done.stderr)
+    return f"caught: {error}{says}"[:200]
 
 
 def drawn(count: int, seed: int = 0) -> Iterator[tuple[int, Fault, str]]:
-    """Faults in the order of a seed with their verdicts, until so many of them compile."""
+    """The first so many faults in the order of a seed that compile, as their verdicts come.
+
+    Those that do not compile come too.
+    """
     faults = list(all_faults())
     order = list(range(len(faults)))
     random.Random(seed).shuffle(order)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = 0
-        for number, says in zip(order, pool.map(verdict, order[: 2 * count]), strict=False):
-            yield number, faults[number], says
-            found += not says.startswith("no fault")
-            if found == count:
-                pool.shutdown(wait=False, cancel_futures=True)
-                return
+        while count > 0 and order:
+            some, order = order[:count], order[count:]
+            running = {pool.submit(verdict, number): number for number in some}
+            for future in as_completed(running):
+                says, number = future.result(), running[future]
+                count -= not says.startswith("no fault")
+                yield number, faults[number], says
 
 
 def main() -> None:
