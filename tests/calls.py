@@ -77,6 +77,14 @@ def check_forward(engine, problem):
     )
 
 
+def check_without_lse(engine, problem):
+    """The same bits of out where lse is not asked for."""
+    arrays = [*map(engine.asarray, problem.arrays())]
+    out, _ = cuattn.attention(*arrays, return_lse=True, **problem.options)
+    alone = cuattn.attention(*arrays, **problem.options)
+    assert same_bits(engine.asnumpy(out), engine.asnumpy(alone))
+
+
 def check_backward(engine, problem, **options):
     """Run a problem and compare dq, dk and dv with the oracle."""
     q, k, v = problem.arrays()

@@ -168,6 +168,7 @@ def check(fault: Fault) -> None:
                             signal.alarm(TIMEOUT)  # ends the process
                             with engine.tile(rank), engine.order(rank):
                                 calls.check_forward(engine, problem)
+                                calls.check_without_lse(engine, problem)
                                 calls.check_backward(engine, problem)
                                 calls.check_backward(engine, problem, deterministic=True)
 
