@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import needs
 import numpy as np
 import pytest
 from emulator import build
@@ -288,3 +289,12 @@ def test_without_a_compiler_the_remedy_is_named(monkeypatch):
     build._identity.cache_clear()
     with pytest.raises(build.BuildError, match=r"no C\+\+20 compiler: install g\+\+"):
         build.build(unit_of("none", "", {}, 32))
+
+
+@pytest.mark.parametrize("ci", ["true", ""])
+def test_without_a_compiler_tests_skip_but_in_ci(monkeypatch, ci):
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    monkeypatch.setenv("CI", ci)
+    outcome = pytest.fail.Exception if ci else pytest.skip.Exception
+    with pytest.raises(outcome, match=r"needs a C\+\+20 compiler: install g\+\+ 12 or clang"):
+        needs.cxx()
