@@ -20,12 +20,13 @@ EMULATED = {
     "test_few_keys": ("sm80", "sm80-both"),
     "test_keys_that_no_row_sees_get_zeros": ("sm80",),
     "test_gradients_are_finite_differences": ("simt", "dmma"),
-    "test_large_scores": ("simt", "sm80", "sm80-tiles"),
+    "test_deterministic_or_not_is_as_exact": ("simt", "sm80-tiles"),
+    "test_large_scores": ("sm80",),
     "test_many_tiles": ("tf32x3", "sm80-tiles"),
 }
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(problem=problems(), rank=st.sampled_from(RANKS))
 def test_any_problem(engine, problem, rank):  # noqa: F811
     with engine.tile(rank), engine.order(problem.seed):

@@ -156,7 +156,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_the_launch(run, set_to, name, seed):
     body, message = FAULTS[name]
