@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import calls
-import compare
 import hypothesis
 import pytest
 import record
@@ -64,10 +62,7 @@ def engine(request):
     if request.param == "numpy":
         yield NumpyEngine()
         return
-    with pytest.MonkeyPatch.context() as patch, family_of(request.param) as family:
-        dtypes = family.dtypes
-        patch.setattr(calls, "DTYPE", "float32" if "float32" in dtypes else dtypes[-1])
-        patch.setattr(compare, "ROUNDS_TO_ZERO", dtypes if family.rounds_to_zero else ())
+    with family_of(request.param) as family:
         yield CudaEngine(family)
 
 

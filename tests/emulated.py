@@ -1,7 +1,5 @@
 """The engine fixture of the suites that run on emulated kernels."""
 
-import calls
-import compare
 import needs
 import pytest
 from emulator import device
@@ -13,12 +11,5 @@ from engines import CUDA_ENGINES, family_of
 def engine(request):
     """Every kernel family in turn, emulated."""
     needs.cxx()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        device.emulated(),
-        family_of(request.param) as family,
-    ):
-        dtypes = family.dtypes
-        patch.setattr(calls, "DTYPE", "float32" if "float32" in dtypes else dtypes[-1])
-        patch.setattr(compare, "ROUNDS_TO_ZERO", dtypes if family.rounds_to_zero else ())
+    with device.emulated(), family_of(request.param) as family:
         yield EmulatedEngine(family)

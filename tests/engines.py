@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 from unittest import mock
 
+import calls
+import compare
 import numpy as np
 from strategies import DTYPES
 from tiles import RANKS, both_loops, keys_in_tiles, tile_of_rank
@@ -43,9 +45,18 @@ FORWARD_ENGINES = ("numpy", *(family.name for family in FAMILIES))
 
 @contextlib.contextmanager
 def family_of(name):
-    """The family of an engine, tried first in every plan; behind it the one that takes all."""
+    """The family of an engine, tried first in every plan; behind it the one that takes all.
+
+    Arrays are drawn in a dtype that it takes, and compared as it rounds.
+    """
     family, its_way = CUDA_ENGINES[name]
-    with mock.patch.object(select, "FAMILIES", (family, FAMILIES[-1])), its_way():
+    dtypes = family.dtypes
+    with (
+        mock.patch.object(select, "FAMILIES", (family, FAMILIES[-1])),
+        mock.patch.object(calls, "DTYPE", "float32" if "float32" in dtypes else dtypes[-1]),
+        mock.patch.object(compare, "ROUNDS_TO_ZERO", dtypes if family.rounds_to_zero else ()),
+        its_way(),
+    ):
         execute.forget()
         try:
             yield family

@@ -7,7 +7,7 @@ import needs
 import numpy as np
 from emulator.build import build
 from emulator.device import asarray as emulated_array
-from emulator.launch import Extent, emulate, settings
+from emulator.launch import Array, emulate, settings
 
 from cuattn.jit.source import Unit, kernels_dir, reachable_headers
 
@@ -53,7 +53,7 @@ class Emulated:
         unit = unit_of(name, body, arrays, threads, includes)
         params = array("Q", [each.data.ptr for each in arrays.values()])
         extents = [
-            Extent(key.encode(), each.data.ptr, each.nbytes, key in out)
+            Array(key.encode(), each.data.ptr, each.nbytes, key in out)
             for key, each in arrays.items()
         ]
         path = build(unit, settings.mode)

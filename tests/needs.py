@@ -26,10 +26,20 @@ def nvrtc() -> None:
 def cxx() -> None:
     """Skip the calling test where no C++20 compiler is found; fail there under CI=true."""
     if build.compiler() is None:
-        message = f"the emulator needs a C++20 compiler: {build.REMEDY}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"CI must have one: {message}")
-        pytest.skip(message)
+        _missing(f"the emulator needs a C++20 compiler: {build.REMEDY}")
+
+
+def sanitizers(environment: dict[str, str] | None) -> None:
+    """The same where the compiler has no sanitizers that a process can load."""
+    cxx()
+    if environment is None:
+        _missing("the compiler has no address sanitizer that a process can load: use g++")
+
+
+def _missing(message: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"CI must have it: {message}")
+    pytest.skip(message)
 
 
 def library(name: str) -> ModuleType:

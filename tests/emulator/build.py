@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import os
@@ -44,7 +43,7 @@ FLAGS = (
 )
 
 #: What to do where there is no compiler.
-REMEDY = "install g++ 12 or clang++ 17, or newer (Debian: apt install g++), or name one in CXX"
+REMEDY = "install g++ 12 or newer (Debian: apt install g++), or name a compiler in CXX"
 
 _ENTRY = """
 template <class Params>
@@ -69,7 +68,7 @@ def compiler() -> str | None:
         int main() { return size<Config{1}> + std::source_location::current().line(); }
     """
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and shutil.which(name):
+        if os.name == "posix" and name and shutil.which(name):
             with tempfile.TemporaryDirectory() as place:
                 source = Path(place) / "probe.cpp"
                 source.write_text(probe, encoding="utf-8")
@@ -89,7 +88,7 @@ def compiler() -> str | None:
 def folder() -> Path:
     """Where built files are kept; they may be deleted at any time."""
     given = os.environ.get("CUATTN_EMULATOR_DIR")
-    return Path(given) if given else Path(tempfile.gettempdir()) / f"cuattn-emulator-{os.getuid()}"
+    return Path(given) if given else Path.home() / ".cache" / "cuattn-emulator"
 
 
 @functools.cache
@@ -153,6 +152,8 @@ def _compile(target: Path, sources: list[Path], flags: tuple[str, ...], *librari
 @contextlib.contextmanager
 def _alone(path: Path):
     """Others wait that build the same."""
+    import fcntl  # POSIX: where there is none, `compiler` finds none either
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

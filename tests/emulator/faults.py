@@ -144,7 +144,6 @@ def check(fault: Fault) -> None:
         The fault is caught.
     """
     import calls
-    import compare
     from engines import CUDA_ENGINES, family_of
     from small_problems import LARGE, PROBLEMS
     from tiles import RANKS
@@ -162,7 +161,6 @@ def check(fault: Fault) -> None:
             for name in CUDA_ENGINES:
                 with device.emulated(), family_of(name) as family:
                     engine = EmulatedEngine(family)
-                    compare.ROUNDS_TO_ZERO = family.dtypes if family.rounds_to_zero else ()
                     for problem in (*PROBLEMS, LARGE):
                         if problem.dtype in family.dtypes and _meets(fault, problem, engine, rank):
                             signal.alarm(TIMEOUT)  # ends the process

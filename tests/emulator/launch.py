@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import re
 import shutil
 import subprocess
@@ -37,7 +36,7 @@ settings = Settings()
 
 
 class Array(ctypes.Structure):
-    """machine/memory.h."""
+    """machine/memory.h: the bytes from an array's first element in memory to the end of its last."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -65,19 +64,7 @@ class Launch(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The bytes from an array's first element in memory to the end of its last."""
-
-    name: bytes
-    address: int
-    nbytes: int
-    is_writable: bool
-
-
-def extents(
-    params: np.void, itemsize: int, out_itemsize: int, accumulator: int
-) -> Iterator[Extent]:
+def extents(params: np.void, itemsize: int, out_itemsize: int, accumulator: int) -> Iterator[Array]:
     """The arrays that a parameter struct describes: a kernel may touch these and no more.
 
     ``itemsize`` is that of q, k, v and the gradients, ``out_itemsize`` of out and dout, and
@@ -112,7 +99,7 @@ def extents(
         else:
             continue
         if address and nbytes:
-            yield Extent(name.encode(), address, nbytes, name in written)
+            yield Array(name.encode(), address, nbytes, name in written)
 
 
 def _strided(name: str, tensor: np.void, shape: np.void, itemsize: int) -> tuple[int, int]:
@@ -135,7 +122,7 @@ def _strided(name: str, tensor: np.void, shape: np.void, itemsize: int) -> tuple
 
 
 def emulate(
-    path: Path, params: int, grid: int, block: int, smem_bytes: int, arrays: Iterable[Extent]
+    path: Path, params: int, grid: int, block: int, smem_bytes: int, arrays: Iterable[Array]
 ) -> None:
     """Run every CTA of a grid of a built unit, with the parameter struct at an address.
 
@@ -144,7 +131,7 @@ def emulate(
     EmulationError
         A thread did what it may not do, or nobody could go on.
     """
-    given = [Array(*dataclasses.astuple(each)) for each in arrays]
+    given = list(arrays)
     message = ctypes.create_string_buffer(1 << 16)
     launch = Launch(
         ctypes.cast(ctypes.CDLL(str(path)).run, ctypes.c_void_p),

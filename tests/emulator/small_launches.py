@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import calls
-import compare
 from engines import family_of
 from small_problems import PROBLEMS
 from tiles import RANKS
@@ -44,7 +43,6 @@ def main(mode: str, name: str, dtype: str, count: str = "99") -> None:
     settings.mode = mode
     with device.emulated(), family_of(name) as family:
         engine = EmulatedEngine(family)
-        compare.ROUNDS_TO_ZERO = family.dtypes if family.rounds_to_zero else ()
         with engine.tile(RANKS[-1]), engine.order(1):
             for problem in [each for each in PROBLEMS if each.dtype == dtype][: int(count)]:
                 calls.check_forward(engine, problem)

@@ -2,7 +2,6 @@
 #include <dlfcn.h>
 #include <bit>
 #include <cstdio>
-#include <cstring>
 #include "cuda/language.h"
 
 uint3 threadIdx, blockIdx;
@@ -12,15 +11,12 @@ namespace emulator {
 
 Cta cta;
 
+// With the layer, as includes are written.
 std::string to_string(const Where& where) {
-  const char* file = where.file_name();
-  // From the layer on, as includes are written.
-  for (const char* name = std::strchr(file, '/'); name != nullptr;
-       name = std::strchr(name + 1, '/'))
-    if (std::strchr(name + 1, '/') != nullptr &&
-        std::strchr(std::strchr(name + 1, '/') + 1, '/') == nullptr)
-      file = name + 1;
-  return std::string(file) + ":" + std::to_string(where.line());
+  const std::string file = where.file_name();
+  const std::size_t name = file.rfind('/');
+  const std::size_t layer = name == 0 || name == file.npos ? file.npos : file.rfind('/', name - 1);
+  return file.substr(layer == file.npos ? 0 : layer + 1) + ":" + std::to_string(where.line());
 }
 
 void Cta::run(int num_threads, void (*body)(), Random& random) {
@@ -32,7 +28,7 @@ void Cta::run(int num_threads, void (*body)(), Random& random) {
   for (Barrier& each : barriers_) each.waiting.clear(), each.said = false;
   const int num_warps = num_threads / kLanes;
   for (int warp = 0; warp < num_warps; ++warp) {
-    ready_[warp] = ~0u, arrived_[warp] = ended_[warp] = 0, warps_[warp] = warp;
+    ready_[warp] = ~0u, arrived_[warp] = 0, warps_[warp] = warp;
   }
   random.shuffle(warps_, num_warps);
   for (int i = 0; i < num_threads; ++i) {
@@ -59,7 +55,6 @@ void Cta::begin_thread() {
 
 void Cta::end_thread() {
   self().state = Thread::kDone;
-  ended_[current_ / kLanes] |= 1u << current_ % kLanes;
   --num_live_;
   if (num_live_ == 0) switch_fiber(self().fiber, launcher_);
   release_if_complete(0);

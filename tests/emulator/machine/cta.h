@@ -93,15 +93,14 @@ class Cta {
   std::vector<Thread> threads_;
   std::uint32_t ready_[kMaxThreads / kLanes];    // lanes of each warp that can run
   std::uint32_t arrived_[kMaxThreads / kLanes];  // lanes that wait in an instruction
-  std::uint32_t ended_[kMaxThreads / kLanes];
-  int warps_[kMaxThreads / kLanes];  // the first that is ready runs
+  int warps_[kMaxThreads / kLanes];              // the first that is ready runs
   Barrier barriers_[kBarriers];
   Fiber launcher_;
   Stacks stacks_;
   std::string failure_;
 };
 
-// A launch that cannot go on; what() says why.
+// A launch that cannot go on, and why.
 struct Failure {
   std::string what;
 };
