@@ -36,7 +36,7 @@ settings = Settings()
 
 
 class Array(ctypes.Structure):
-    """machine/memory.h: the bytes from an array's first element in memory to the end of its last."""
+    """machine/memory.h: the bytes from the first element in memory to the end of the last."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
