@@ -93,5 +93,5 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     path = session.config.getoption("--record-gpu")
-    if path:
+    if path and not hasattr(session.config, "workerinput"):  # a worker knows only its own share
         record.write(Path(path), _outcomes)

@@ -59,7 +59,7 @@ def test_keys_that_no_row_sees_get_zeros(engine, head_dim):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("softmax_scale", [20.0, 300.0, -300.0])
+@pytest.mark.parametrize("softmax_scale", [20.0, 300.0, -300.0, 1e7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_scores(engine, dtype, softmax_scale, deterministic):
     """One key outweighs all others of its row, and lse is large."""

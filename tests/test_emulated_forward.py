@@ -9,6 +9,7 @@ from strategies import Problem, problems
 from test_forward import (  # noqa: F401 - run here too
     ENGINES,
     test_few_rows_and_many_keys,
+    test_lse_of_a_key_that_outweighs_all_others_is_its_score,
     test_many_tiles,
     test_rows_that_see_nothing_of_a_part_of_the_keys,
 )
@@ -17,6 +18,7 @@ from tiles import RANKS
 #: Single tests that need no other engines.
 EMULATED = {
     "test_few_rows_and_many_keys": ("sm80",),
+    "test_lse_of_a_key_that_outweighs_all_others_is_its_score": ("sm80",),
     "test_many_tiles": ("sm80", "tf32x3", "dmma"),
     "test_keys_in_parts_with_lse_and_without": ("sm80",),
     "test_many_parts_of_the_keys": ("sm80",),

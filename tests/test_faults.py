@@ -4,7 +4,17 @@ import random
 
 import needs
 import pytest
-from emulator.faults import LAYERS, LIST, RULES, all_faults, verdict
+from emulator.faults import (
+    COUNT,
+    LAYERS,
+    LIST,
+    RULES,
+    all_faults,
+    is_fault,
+    known,
+    named,
+    verdict,
+)
 
 FAULTS = list(all_faults())
 
@@ -17,6 +27,15 @@ def test_the_list_is_that_of_the_sources():
 def test_every_rule_and_every_layer_has_faults():
     assert {fault.rule for fault in FAULTS} == set(RULES)
     assert {fault.path.split("/")[0] for fault in FAULTS} == set(LAYERS)
+
+
+def test_what_was_drawn_is_caught_or_makes_no_difference():
+    """Else: PYTHONPATH=.:tests python -m emulator.faults --draw, and why what survived may."""
+    verdicts, drawn = known(), iter(named(FAULTS))
+    says = [verdicts[next(drawn)] for _ in verdicts]
+    assert sum(map(is_fault, says)) == COUNT
+    for each in filter(is_fault, says):
+        assert each.startswith(("caught: ", "equivalent: ")), each
 
 
 @pytest.mark.parametrize("rule", ["barrier", "wait", "rescale"])

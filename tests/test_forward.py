@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from calls import check_forward
+from calls import check_forward, run
 from compare import assert_forward
 from engines import FORWARD_ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, Problem, problems
+from strategies import DTYPES, Problem, dtype_of, problems
 from tiles import RANKS
 
 import cuattn
@@ -66,3 +66,21 @@ def test_more_heads_than_a_grid_axis_holds(engine):
     for some in (slice(0, 2), slice(65534, 65540)):
         few = Problem("float32", "bshd", 2, 4, 4, 1, 1, 4, 4)
         assert_forward(out[some], None, q[some], k[some], v[some], **few.oracle)
+
+
+@pytest.mark.parametrize("seqlen_k", [40, 1100])
+@pytest.mark.parametrize("softmax_scale", [1234.567, -1234.567, 1e7 / 3])
+def test_lse_of_a_key_that_outweighs_all_others_is_its_score(engine, softmax_scale, seqlen_k):
+    """To the last bit, so that the backward finds it again."""
+    rng = np.random.default_rng(3)
+    dtype = engine.dtypes[0]
+    q, k, v = (
+        rng.integers(-4, 5, (1, seqlen, 2, 64)).astype(dtype_of(dtype))
+        for seqlen in (20, seqlen_k, seqlen_k)
+    )
+    _, lse = run(engine, q, k, v, softmax_scale=softmax_scale)
+    products = np.einsum("bqhd,bkhd->bhqk", q.astype(lse.dtype), k.astype(lse.dtype))  # exact
+    scores = np.sort(products * lse.dtype.type(softmax_scale))
+    is_one = scores[..., -1] > scores[..., -2]
+    assert is_one.any()
+    np.testing.assert_array_equal(lse[is_one], scores[..., -1][is_one])

@@ -388,3 +388,12 @@ def test_pairs_of_16_bit_numbers(run, kind):
         first, second = (each.astype(KINDS[kind]).view(np.uint16) for each in (x, -2 * x))
     want = np.stack([first, second, second, first], 1)
     np.testing.assert_array_equal(got.view(np.uint16).reshape(-1, 4), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mul_is_rounded_before_a_sum(run, dtype):
+    a, b = np.random.default_rng(0).standard_normal((2, 500)).astype(dtype)
+    loop = "for (int i = thread; i < 500; i += 32)"
+    body = f"{loop} its.out[i] = ptx::mul(its.a[i], its.b[i]) - its.c[i];"
+    (got,) = run(body, {"out": np.ones(500, dtype)}, name=f"mul_{dtype}", a=a, b=b, c=a * b)
+    np.testing.assert_array_equal(got, 0)

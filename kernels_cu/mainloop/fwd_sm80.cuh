@@ -153,7 +153,7 @@ struct ForwardSm80 {
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
       const int row = rows.begin + Scores::row_of(i);
-      if (row < rows.end) lse[head * shape.seqlen_q + row] = state.lse(i);
+      if (row < rows.end) lse[head * shape.seqlen_q + row] = state.lse(i, params.softmax_scale);
     }
   }
 };

@@ -1,4 +1,4 @@
-// Exponential and logarithm, by accumulator type. Layer: ptx.
+// Exponential and logarithm, by accumulator type, and how a product is rounded. Layer: ptx.
 //
 // source: PTX ISA, "Floating Point Instructions: ex2", accurate to 2 ulp in float32; float64 has no
 // such instruction, there the compiler's own functions serve.
@@ -24,6 +24,10 @@ CUATTN_DEVICE f64 log(f64 x) { return ::log(x); }
 // The number when the other operand is NaN: a NaN score must not hide in the maximum's place.
 CUATTN_DEVICE f32 max(f32 a, f32 b) { return ::fmaxf(a, b); }
 CUATTN_DEVICE f64 max(f64 a, f64 b) { return ::fmax(a, b); }
+
+// Rounded by itself, never within a fused multiply-add: the same number wherever it is formed.
+CUATTN_DEVICE f32 mul(f32 a, f32 b) { return ::__fmul_rn(a, b); }
+CUATTN_DEVICE f64 mul(f64 a, f64 b) { return ::__dmul_rn(a, b); }
 
 CUATTN_DEVICE f32 fma(f32 a, f32 b, f32 c) { return ::fmaf(a, b, c); }
 CUATTN_DEVICE f64 fma(f64 a, f64 b, f64 c) { return ::fma(a, b, c); }

@@ -58,7 +58,7 @@ CUATTN_DEVICE f32 probability(const Log2Units& units, f32 score, f32 lse) {
 
 // Its natural logarithm, where lse is so large that its rounded product would be far off.
 CUATTN_DEVICE f32 log_probability(f32 product, f32 softmax_scale, f32 lse) {
-  return product * softmax_scale - lse;
+  return ptx::mul(product, softmax_scale) - lse;
 }
 
 template <class T>

@@ -5,6 +5,7 @@
 // caller's `span_of` says, because the backward over keys holds the transpose.
 #pragma once
 #include "base/prelude.cuh"
+#include "ptx/math.cuh"
 #include "softmax/schedule.cuh"
 
 namespace cuattn::softmax {
@@ -27,7 +28,7 @@ CUATTN_DEVICE void mask_scores(Scores& s, TileKind kind, SpanOf span_of) {
 
 template <class Scores>
 CUATTN_DEVICE void scale_scores(Scores& s, typename Scores::Value scale) {
-  Scores::each([&](int i, int j) { s.at(i, j) *= scale; });
+  Scores::each([&](int i, int j) { s.at(i, j) = ptx::mul(s.at(i, j), scale); });
 }
 
 template <class Scores, class SpanOf>

@@ -74,7 +74,7 @@ struct OnlineSoftmax {
       if (is_large) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const T base = m[i] == -infinity<T>() ? T(0) : m[i];
+          const T base = units.base_of(m[i]);
 #pragma unroll
           for (int j = 0; j < Scores::kCols; ++j) s.at(i, j) = (s.at(i, j) - base) * units.scale;
           its.of[i] = T(0);
@@ -124,6 +124,10 @@ struct OnlineSoftmax {
 
   // Natural logarithm of the sum of exp(score); -inf for a row that saw no key.
   CUATTN_DEVICE T lse(int i) const { return units.lse(m[i], l[i]); }
+  // The same of scores that were pushed as products.
+  CUATTN_DEVICE T lse(int i, f64 softmax_scale) const {
+    return units.lse(m[i], l[i], is_large, softmax_scale);
+  }
 };
 
 }  // namespace cuattn::softmax

@@ -1,12 +1,13 @@
 // What scores are measured in when they are pushed, and how one becomes a weight.
 // Layer: softmax; architecture-free.
 //
-//   NaturalUnits   finished scores: exp(s - m). Where one key outweighs all others, lse is that
-//                  key's score to the last bit, and the backward finds exp(s - lse) = 1 exactly,
-//                  however large the scores. Costs two multiplications a score.
+//   NaturalUnits   finished scores: exp(s - m). Costs two multiplications a score.
 //   Log2Units      products as they come: exp2(s * scale - m * scale), one fused multiply-add. The
 //                  second product is rounded, by 2^-24 of itself; where that is much, the
 //                  differences are taken first.
+//
+// lse is that of finished scores in both: where one key outweighs all others it is that key's score
+// to the last bit, and the backward finds exp(s - lse) = 1 exactly, however large the scores.
 #pragma once
 #include "base/prelude.cuh"
 #include "ptx/math.cuh"
@@ -44,10 +45,12 @@ struct Log2Units {
   template <class Scores>
   CUATTN_DEVICE static void bring(Scores& s, f64 softmax_scale) {
     if (softmax_scale > 0) return;
-    Scores::each([&](int i, int j) { s.at(i, j) *= f32(softmax_scale); });
+    Scores::each([&](int i, int j) { s.at(i, j) = ptx::mul(s.at(i, j), f32(softmax_scale)); });
   }
 
-  CUATTN_DEVICE f32 shift_of(f32 m) const { return m == -infinity<f32>() ? 0.0f : m * scale; }
+  // why mul: two shifts of one maximum differ by nothing, and `rescale` then is 1.
+  CUATTN_DEVICE static f32 base_of(f32 m) { return m == -infinity<f32>() ? 0.0f : m; }
+  CUATTN_DEVICE f32 shift_of(f32 m) const { return ptx::mul(base_of(m), scale); }
   CUATTN_DEVICE f32 weight(f32 score, f32 shift) const {
     return ptx::exp2(ptx::fma(score, scale, -shift));
   }
@@ -58,8 +61,13 @@ struct Log2Units {
   // Whether scores are so little above m, if at all, that it serves on. A NaN is for nobody to
   // judge.
   CUATTN_DEVICE bool serves(f32 m, f32 scores) const { return (scores - m) * scale <= kSlack; }
-  CUATTN_DEVICE f32 lse(f32 m, f32 l) const {
-    return ptx::fma(m, scale, ptx::log2(l)) * f32(1 / kLog2E);
+  // Weights, and so l, that were taken with a shift are off by what that was rounded by; weights of
+  // differences are not. why the scale again: kept with the other, it would take a register.
+  CUATTN_DEVICE f32 lse(f32 m, f32 l, bool of_differences, f64 softmax_scale) const {
+    const f32 base = base_of(m);
+    const f32 score = softmax_scale > 0 ? ptx::mul(base, f32(softmax_scale)) : base;
+    const f32 off = of_differences ? 0.0f : ptx::fma(base, scale, -shift_of(m));
+    return ptx::fma(ptx::log2(l) - off, f32(1 / kLog2E), score);
   }
 };
 

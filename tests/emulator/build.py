@@ -31,9 +31,10 @@ MODES = {
     "sanitized": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 
-#: -Wno-tsan: there are no fences here; -Wno-unknown-pragmas: unroll is nvcc's.
+#: -ffp-contract: as NVRTC's --fmad; -Wno-unknown-pragmas: unroll is nvcc's.
 FLAGS = (
     "-std=c++20",
+    "-ffp-contract=fast",
     "-fPIC",
     "-fno-semantic-interposition",
     "-Wall",

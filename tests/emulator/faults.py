@@ -1,7 +1,7 @@
 """Faults made mechanically from the kernels' sources, to see that the emulated tests catch them.
 
     PYTHONPATH=.:tests python -m emulator.faults --write          # the list, faults.txt
-    PYTHONPATH=.:tests python -m emulator.faults --draw 40        # breaks, builds, runs, says how
+    PYTHONPATH=.:tests python -m emulator.faults --draw           # breaks, builds, runs: drawn.txt
 
 A fault is one place of one line, changed by one rule. Layers base and ptx have none: the emulator
 has its own instructions, whose tests are in test_instructions.py.
@@ -10,24 +10,30 @@ has its own instructions, whose tests are in test_instructions.py.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from cuattn.jit.source import kernels_dir
 
 HERE = Path(__file__).parent
-LIST = HERE / "faults.txt"
+LIST, DRAWN = HERE / "faults.txt", HERE / "drawn.txt"
 LAYERS = ("tile", "softmax", "mainloop", "kernel")
+
+#: How many are drawn that compile, by which seed.
+COUNT, SEED = 40, 0
+
+SURVIVED = "SURVIVED"
 
 #: Seconds after which a problem counts as one that does not end; its kernels are built meanwhile.
 TIMEOUT = 90
@@ -135,8 +141,8 @@ def _changed(line: str) -> Iterator[tuple[str, str]]:
                     yield rule, after
 
 
-def check(fault: Fault) -> None:
-    """Run every small problem whose kernels have the fault; raises what shows it.
+def check(fault: Fault | None) -> None:
+    """Run every small problem whose kernels have the fault, or every one; raises what shows it.
 
     Raises
     ------
@@ -145,7 +151,7 @@ def check(fault: Fault) -> None:
     """
     import calls
     from engines import CUDA_ENGINES, family_of
-    from small_problems import LARGE, PROBLEMS
+    from small_problems import PROBLEMS
     from tiles import RANKS
 
     from emulator import device
@@ -155,20 +161,19 @@ def check(fault: Fault) -> None:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "kernels_cu"
         shutil.copytree(kernels_dir(), root)
-        fault.apply(root)
+        if fault is not None:
+            fault.apply(root)
         settings.root = root
         for rank in reversed(RANKS):
             for name in CUDA_ENGINES:
                 with device.emulated(), family_of(name) as family:
                     engine = EmulatedEngine(family)
-                    for problem in (*PROBLEMS, LARGE):
+                    for problem in PROBLEMS:
                         if problem.dtype in family.dtypes and _meets(fault, problem, engine, rank):
                             signal.alarm(TIMEOUT)  # ends the process
                             with engine.tile(rank), engine.order(rank):
                                 calls.check_forward(engine, problem)
                                 calls.check_without_lse(engine, problem)
-                                if problem is LARGE:
-                                    continue
                                 calls.check_backward(engine, problem)
                                 calls.check_backward(engine, problem, deterministic=True)
 
@@ -176,8 +181,10 @@ def check(fault: Fault) -> None:
 _done: set[object] = set()
 
 
-def _meets(fault: Fault, problem, engine, rank: int) -> bool:
+def _meets(fault: Fault | None, problem, engine, rank: int) -> bool:
     """Whether the problem launches a kernel with the fault's file that ran on nothing like it."""
+    if fault is None:
+        return True
     from cuattn import execute
     from cuattn.attention import prepare
     from cuattn.explain import both_passes
@@ -198,14 +205,15 @@ def _meets(fault: Fault, problem, engine, rank: int) -> bool:
     return is_new
 
 
-def verdict(number: int) -> str:
-    """How the fault of this number fares, in a process of its own."""
-    command = (sys.executable, "-m", "emulator.faults", "--check", str(number))
+def verdict(number: int | None) -> str:
+    """How the fault of this number fares, or what has none, in a process of its own."""
+    asked = "none" if number is None else str(number)
+    command = (sys.executable, "-m", "emulator.faults", "--check", asked)
     paths = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
     env = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode == 0:
-        return "SURVIVED"
+        return SURVIVED
     if done.returncode < 0:
         return f"caught: {signal.Signals(-done.returncode).name}"
     found = re.findall(r"^(?:[\w.]+\.)?(\w*Error)\b(.*)", done.stderr, re.MULTILINE)
@@ -217,40 +225,68 @@ def verdict(number: int) -> str:
     return f"caught: {error}{says}"[:200]
 
 
-def drawn(count: int, seed: int = 0) -> Iterator[tuple[int, Fault, str]]:
-    """The first so many faults in the order of a seed that compile, as their verdicts come.
+def named(faults: Iterable[Fault]) -> dict[str, int]:
+    """Their numbers by names that stay when other lines change, in the order the seed draws."""
+    names: dict[str, int] = {}
+    count: Counter[str] = Counter()
+    for number, fault in enumerate(faults):
+        name = "\t".join((fault.rule, fault.path, fault.before.strip(), fault.after.strip()))
+        count[name] += 1  # the same line stands twice in a file
+        names[f"{name}\t{count[name]}"] = number
+    digest = {name: hashlib.sha256(f"{SEED}\t{name}".encode()).digest() for name in names}
+    return {name: names[name] for name in sorted(names, key=digest.__getitem__)}
 
-    Those that do not compile come too.
+
+def known() -> dict[str, str]:
+    """The verdicts of drawn.txt by the faults' names."""
+    lines = DRAWN.read_text(encoding="utf-8").splitlines() if DRAWN.exists() else []
+    return dict(line.rsplit("\t", 1) for line in lines)
+
+
+def is_fault(says: str) -> bool:
+    """Whether a verdict is of a change that compiles."""
+    return not says.startswith("no fault")
+
+
+def draw() -> None:
+    """Write the verdicts of the drawn faults; those that drawn.txt has already are kept.
+
+    Raises
+    ------
+    RuntimeError
+        A problem fails without a fault, so that none would show.
     """
-    faults = list(all_faults())
-    order = list(range(len(faults)))
-    random.Random(seed).shuffle(order)
+    says = verdict(None)
+    if says != SURVIVED:
+        raise RuntimeError(f"without a fault: {says}")
+    numbers, verdicts = named(all_faults()), known()
+    waiting, taken = list(numbers), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while count > 0 and order:
-            some, order = order[:count], order[count:]
-            running = {pool.submit(verdict, number): number for number in some}
-            for future in as_completed(running):
-                says, number = future.result(), running[future]
-                count -= not says.startswith("no fault")
-                yield number, faults[number], says
+        while (missing := COUNT - sum(is_fault(verdicts[name]) for name in taken)) and waiting:
+            some, waiting = waiting[:missing], waiting[missing:]
+            taken += some
+            new = [name for name in some if name not in verdicts]
+            for name, says in zip(new, pool.map(verdict, map(numbers.get, new)), strict=True):
+                verdicts[name] = says
+                lines = [f"{name}\t{verdicts[name]}\n" for name in taken if name in verdicts]
+                DRAWN.write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help="write the list anew")
-    parser.add_argument("--draw", type=int, metavar="COUNT", help="try so many, drawn by --seed")
+    parser.add_argument("--draw", action="store_true", help="try the drawn ones without a verdict")
     parser.add_argument(
-        "--check", type=int, metavar="NUMBER", help="try one, and raise what shows it"
+        "--check", metavar="NUMBER", help="try one (or none), and raise what shows it"
     )
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.write:
         LIST.write_text("\n".join(map(str, all_faults())) + "\n", encoding="utf-8")
     if options.check is not None:
-        check(list(all_faults())[options.check])
+        is_none = options.check == "none"
+        check(None if is_none else list(all_faults())[int(options.check)])
     if options.draw:
-        for number, fault, says in drawn(options.draw, options.seed):
-            print(f"{number}\t{fault}\n\t{says}", flush=True)
+        draw()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ inline f64 log(f64 x) { return ::log(x); }
 inline f32 max(f32 a, f32 b) { return ::fmaxf(a, b); }
 inline f64 max(f64 a, f64 b) { return ::fmax(a, b); }
 
+// Out of line, where no compiler can fuse it.
+[[gnu::noinline]] inline f32 mul(f32 a, f32 b) { return a * b; }
+[[gnu::noinline]] inline f64 mul(f64 a, f64 b) { return a * b; }
+
 inline f32 fma(f32 a, f32 b, f32 c) { return ::fmaf(a, b, c); }
 inline f64 fma(f64 a, f64 b, f64 c) { return ::fma(a, b, c); }
 
