@@ -56,7 +56,7 @@ class Emulated:
             Array(key.encode(), each.data.ptr, each.nbytes, key in out)
             for key, each in arrays.items()
         ]
-        path = build(unit, settings.mode)
+        path = build(unit, settings.mode, settings.root)
         emulate(path, params.buffer_info()[0], grid, threads, smem, extents)
         return [arrays[key].numpy().copy() for key in out]
 

@@ -1,10 +1,13 @@
-"""The range schedule: its tile rule is its element rule, and the transpose is the same rule."""
+"""The range schedule: its tile rule is its element rule, the transpose is the same rule, and the
+kernels walk the same tiles.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from instructions import Emulated
 
 from cuattn.planning.problem import AttentionProblem, Band, Layouts
 from cuattn.planning.schedule import RangeSchedule, TileKind, ceil_div, num_visible
@@ -64,6 +67,61 @@ def test_transpose_visits_the_same_tiles(schedule: RangeSchedule) -> None:
     }
     assert by_rows == by_keys
     assert schedule.num_tiles() == len(by_rows)
+
+
+WALK = """
+  if (thread != 0) return;
+  Shape shape{};
+  shape.seqlen_q = its.given[0], shape.seqlen_k = its.given[1];
+  shape.band_lower = its.given[2], shape.band_upper = its.given[3];
+  const softmax::RangeSchedule schedule(shape, its.given[4], its.given[5]);
+  const int across = its.given[6];
+  const auto kind = [&](int m, int n) {
+    return 1 + (schedule.kind(m, n) == softmax::TileKind::kFull);
+  };
+  for (int m = 0; m * schedule.block_m < shape.seqlen_q; ++m) {
+    const softmax::Range tiles = schedule.key_tiles(m);
+    for (int n = tiles.begin; n < tiles.end; ++n) its.by_rows[m * across + n] = kind(m, n);
+  }
+  for (int n = 0; n * schedule.block_n < shape.seqlen_k; ++n) {
+    const softmax::Range tiles = schedule.query_tiles(n);
+    for (int m = tiles.begin; m < tiles.end; ++m) its.by_keys[m * across + n] = kind(m, n);
+  }
+  for (int row = 0; row < across; ++row) {
+    for (int key = 0; key < across; ++key) {
+      const softmax::Range keys = schedule.keys_of(row), rows = schedule.rows_of(key);
+      its.seen[row * across + key] = (keys.begin <= key && key < keys.end) +
+                                     2 * (rows.begin <= row && row < rows.end);
+    }
+  }
+"""
+
+
+@settings(deadline=None)  # the first one builds
+@given(schedules())
+def test_kernels_walk_the_same_tiles(schedule: RangeSchedule) -> None:
+    """softmax/schedule.cuh, with rows and keys past the end too: nobody sees such a key."""
+    run, across = Emulated(), 45
+    band = schedule.band
+    sizes = (schedule.seqlen_q, schedule.seqlen_k, band.lower, band.upper)
+    out = {name: np.zeros((across, across), np.int32) for name in ("by_rows", "by_keys", "seen")}
+    by_rows, by_keys, by_elements = run(
+        WALK,
+        out,
+        name="schedule",
+        includes=("softmax/schedule.cuh",),
+        given=np.array([*sizes, schedule.block_m, schedule.block_n, across], np.int32),
+    )
+    want = np.zeros((across, across), np.int32)
+    for m_block in range(schedule.num_m_blocks):
+        for n_block, kind in schedule.key_tiles(m_block):
+            want[m_block, n_block] = 1 + (kind is TileKind.FULL)
+    np.testing.assert_array_equal(by_rows, want)
+    np.testing.assert_array_equal(by_keys, want)
+    rows, keys = np.indices((across, across))
+    visible = (band.lower <= keys - rows) & (keys - rows <= band.upper)
+    visible &= keys < schedule.seqlen_k
+    np.testing.assert_array_equal(by_elements, 3 * visible)
 
 
 @given(schedules())

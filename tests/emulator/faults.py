@@ -142,7 +142,10 @@ def _changed(line: str) -> Iterator[tuple[str, str]]:
 
 
 def check(fault: Fault | None) -> None:
-    """Run every small problem whose kernels have the fault, or every one; raises what shows it.
+    """Run what has the fault, or without one everything; raises what shows it.
+
+    That is every small problem whose kernels include its file, and of the schedule the test that
+    walks its tiles.
 
     Raises
     ------
@@ -150,6 +153,7 @@ def check(fault: Fault | None) -> None:
         The fault is caught.
     """
     import calls
+    import test_schedule
     from engines import CUDA_ENGINES, family_of
     from small_problems import PROBLEMS
     from tiles import RANKS
@@ -164,6 +168,8 @@ def check(fault: Fault | None) -> None:
         if fault is not None:
             fault.apply(root)
         settings.root = root
+        if fault is None or fault.path == "softmax/schedule.cuh":
+            test_schedule.test_kernels_walk_the_same_tiles()
         for rank in reversed(RANKS):
             for name in CUDA_ENGINES:
                 with device.emulated(), family_of(name) as family:
@@ -222,7 +228,7 @@ def verdict(number: int | None) -> str:
         return "no fault: does not compile"
     if error not in {"AssertionError", "EmulationError"}:  # the search itself is broken
         raise RuntimeError(done.stderr)
-    return f"caught: {error}{says}"[:200]
+    return f"caught: {error}{says}"[:200].rstrip(" :")
 
 
 def named(faults: Iterable[Fault]) -> dict[str, int]:
@@ -261,6 +267,11 @@ def draw() -> None:
         raise RuntimeError(f"without a fault: {says}")
     numbers, verdicts = named(all_faults()), known()
     waiting, taken = list(numbers), []
+
+    def keep() -> None:
+        lines = [f"{name}\t{verdicts[name]}\n" for name in taken if name in verdicts]
+        DRAWN.write_text("".join(lines), encoding="utf-8")
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while (missing := COUNT - sum(is_fault(verdicts[name]) for name in taken)) and waiting:
             some, waiting = waiting[:missing], waiting[missing:]
@@ -268,8 +279,8 @@ def draw() -> None:
             new = [name for name in some if name not in verdicts]
             for name, says in zip(new, pool.map(verdict, map(numbers.get, new)), strict=True):
                 verdicts[name] = says
-                lines = [f"{name}\t{verdicts[name]}\n" for name in taken if name in verdicts]
-                DRAWN.write_text("".join(lines), encoding="utf-8")
+                keep()
+            keep()
 
 
 def main() -> None:

@@ -130,7 +130,11 @@ def emulate(
     ------
     EmulationError
         A thread did what it may not do, or nobody could go on.
+    ValueError
+        The block is no whole warps.
     """
+    if block < 1 or block % 32:
+        raise ValueError(f"block: got {block} threads; expected whole warps of 32")
     given = list(arrays)
     message = ctypes.create_string_buffer(1 << 16)
     launch = Launch(
