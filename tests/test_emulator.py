@@ -117,6 +117,27 @@ FAULTS = {
         COPY + "ptx::async_copy_16(mine, its.a + 64);",
         r"reads 16 bytes outside of every array; the nearest is a",
     ),
+    "a matrix is read that other lanes wrote": (
+        "const u32 mine = ptx::shared_address(shared) + 512 * (thread / 32);\n"
+        "if (thread % 4 == 0) for (int k = 0; k < 4; ++k) {\n"
+        "ptx::store_shared(mine + 128 * k + thread % 32 / 4 * 16, {1, 1, 1, 1});\n}\n"
+        "u32 r[4]; ptx::load_matrix(r, mine + 16 * (thread % 32));",
+        r"shared memory at \d+ is read, and no(body has| barrier)",
+    ),
+    "past the registers of a struct": (
+        "struct { f32 data[4] = {}; f32 at(int i) const { return data[i]; } } held;\n"
+        "its.out[thread] = held.at(int(its.a[0]) + 2);",
+        r"index 6 is out of the bounds of an array",
+    ),
+    "a barrier of those that are left": (
+        PLACE + "if (thread < 32) return;\n"
+        "ptx::sync_named(1, 32); its.out[thread] = place[thread - 32];",
+        r"shared memory at \d+ is read, and no(body has| barrier)",
+    ),
+    "a barrier of a number below 0": (
+        "ptx::sync_named(1, int(its.a[0]) - 36);",
+        r"barrier 1 of -32 threads",
+    ),
     "some do not come to a barrier": (
         "if (thread < 32) ptx::sync_named(1, 64);",
         r"nobody can go on\n  threads 0 to 31 wait at barrier 1 \(32 of 64 threads\) at .*:\d+\n"
@@ -134,7 +155,10 @@ FAULTS = {
         "if (thread % 2) {\nptx::sync_cta();\n} else {\nptx::sync_cta();\n}",
         r"barrier 0: lanes of warp \d wait at it in .* and ",
     ),
-    "a barrier of half a warp": ("ptx::sync_named(1, 48);", r"barrier 1 of 48 threads: not a mult"),
+    "a barrier of half a warp": (
+        "ptx::sync_named(1, 48);",
+        r"barrier 1 of 48 threads: no multiple",
+    ),
     "a barrier that is none": ("ptx::sync_named(16, 64);", r"barrier 16: there are 0 to 15"),
     "two numbers of threads at one barrier": (
         "if (thread < 32) ptx::sync_named(1, 64); else ptx::sync_named(1, 32);",
@@ -147,6 +171,14 @@ FAULTS = {
     "a CTA reads what another writes": (
         "if (blockIdx.x == 0) its.out[thread] = 1; else its.out[32] = its.out[thread] + 1;",
         r"(reads|writes) byte \d+ of out, which CTA \d has (written|read) in this launch: a race",
+    ),
+    "a CTA writes what another adds to": (
+        "if (blockIdx.x == 0) its.out[0] = 0;\nptx::add_global(its.out, 1, 1, 1, 1);",
+        r"writes byte \d+ of out, which CTA \d has written in this launch: a race",
+    ),
+    "a CTA reads what both add to": (
+        "ptx::add_global(its.out, 1, 1, 1, 1);\nif (blockIdx.x == 1) its.out[8] = its.out[0];",
+        r"byte \d+ of out, which (CTA \d has|several CTAs have) (written|read) in this launch",
     ),
     "a CTA reads what another adds to": (
         "if (blockIdx.x == 0) ptx::add_global(its.out, 1, 1, 1, 1);\n"

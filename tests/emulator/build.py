@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 #: Puts calls before plain accesses of memory, and where an index or a pointer is wrong.
 CALLS = (
     "-fsanitize=thread",
-    "-fsanitize=bounds,alignment",
-    "-fno-sanitize-recover=bounds,alignment",
+    "-fsanitize=bounds-strict,alignment",
+    "-fno-sanitize-recover=bounds-strict,alignment",
 )
 
 #: How a unit and the machine are compiled. In the first two machine/accesses.cpp answers these
@@ -28,7 +28,12 @@ CALLS = (
 MODES = {
     "checked": ("-O1", "-g1", *CALLS),
     "debug": ("-O0", "-g3", *CALLS),
-    "sanitized": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "sanitized": (
+        "-O1",
+        "-g1",
+        "-fsanitize=address,undefined,bounds-strict",
+        "-fno-sanitize-recover=all",
+    ),
 }
 
 #: -ffp-contract: as NVRTC's --fmad; -Wno-unknown-pragmas: unroll is nvcc's.

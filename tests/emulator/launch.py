@@ -131,10 +131,15 @@ def emulate(
     EmulationError
         A thread did what it may not do, or nobody could go on.
     ValueError
-        The block is no whole warps.
+        No device has such a grid.
     """
-    if block < 1 or block % 32:
-        raise ValueError(f"block: got {block} threads; expected whole warps of 32")
+    for name, got, is_possible, expected in (
+        ("block", block, 0 < block <= 1024 and block % 32 == 0, "whole warps of 32, to 1024"),
+        ("smem_bytes", smem_bytes, 0 <= smem_bytes <= 227 * 1024, "0 to 227 KiB"),
+        ("grid", grid, grid > 0, "at least 1"),
+    ):
+        if not is_possible:
+            raise ValueError(f"{name}: got {got}; expected {expected}")
     given = list(arrays)
     message = ctypes.create_string_buffer(1 << 16)
     launch = Launch(

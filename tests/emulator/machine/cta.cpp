@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <bit>
 #include <cstdio>
+#include <string_view>
 #include "cuda/language.h"
 
 uint3 threadIdx, blockIdx;
@@ -126,9 +127,9 @@ bool Cta::barrier(int id, int expected, bool said, const Where& where) {
   mine.where = where;
   code_ = nullptr;
   if (id < 0 || id >= kBarriers) fail("barrier " + std::to_string(id) + ": there are 0 to 15");
-  if (expected % kLanes != 0 || expected > num_threads_) {
+  if (expected < 0 || expected % kLanes != 0 || expected > num_threads_) {
     fail("barrier " + std::to_string(id) + " of " + std::to_string(expected) +
-         " threads: not a multiple of 32, or more than the CTA has");
+         " threads: no multiple of 32, or not as many as the CTA has");
   }
   Barrier& its = barriers_[id];
   mine.state = Thread::kAtBarrier;
@@ -152,13 +153,18 @@ void Cta::release_if_complete(int id) {
   const int count = static_cast<int>(its.waiting.size());
   if (count < (expected == 0 ? num_live_ : expected)) return;
   check_warps_agree(its);
-  if (count == num_live_) {
+  if (expected == 0) {
     memory.shared().order_all();
   } else {
     memory.shared().order(its.waiting.data(), count);
   }
   for (const int thread : its.waiting) threads_[thread].said = its.said, make_ready(thread);
   its.waiting.clear();
+}
+
+static bool is_same(const Where& a, const Where& b) {
+  return a.line() == b.line() && a.column() == b.column() &&
+         std::string_view(a.file_name()) == b.file_name();
 }
 
 // __syncthreads is bar.sync.aligned: a warp executes it as one. barrier.sync need not be, but no
@@ -168,7 +174,7 @@ void Cta::check_warps_agree(const Barrier& barrier) {
   for (const int thread : barrier.waiting) {
     const Thread*& of_warp = first[thread / kLanes];
     if (of_warp == nullptr) of_warp = &threads_[thread];
-    if (of_warp->where.line() != threads_[thread].where.line()) {
+    if (!is_same(of_warp->where, threads_[thread].where)) {
       fail("barrier " + std::to_string(of_warp->barrier) + ": lanes of warp " +
            std::to_string(thread / kLanes) + " wait at it in " + to_string(of_warp->where) +
            " and " + to_string(threads_[thread].where));

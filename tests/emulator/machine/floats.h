@@ -45,6 +45,15 @@ inline std::uint16_t to_float16(float x) {
   return sign | static_cast<std::uint16_t>((bits >> 13) - (112u << 10));
 }
 
+// The number beside a NaN of any kind; of two zeros the positive one. source: PTX ISA, "max".
+template <class T>
+T maximum(T a, T b) {
+  if (std::isnan(a)) return b;
+  if (std::isnan(b)) return a;
+  if (a == b) return std::signbit(a) ? b : a;
+  return a > b ? a : b;
+}
+
 // Subnormal numbers are zeros, in and out. The instruction is off by up to 2 ulp, this by half.
 inline float ex2_approx_ftz(float x) {
   const float y = static_cast<float>(std::exp2(static_cast<double>(x)));

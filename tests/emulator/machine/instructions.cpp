@@ -34,7 +34,7 @@ void AnyOfWarp::perform(AnyOfWarp* const* lanes) {
 void Shuffle::perform(Shuffle* const* lanes) {
   std::uint64_t given[kLanes];
   for (int i = 0; i < kLanes; ++i) given[i] = lanes[i]->bits;
-  for (int i = 0; i < kLanes; ++i) lanes[i]->bits = given[lanes[i]->from % kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i]->bits = given[lanes[i]->from & (kLanes - 1)];
 }
 
 // Of matrix k lane 4 g + t gets elements 2 t and 2 t + 1 of row g, whose address lane 8 k + g gave;
@@ -45,7 +45,13 @@ void LoadMatrix<kTransposed>::perform(LoadMatrix* const* lanes) {
     std::uint16_t matrix[8][8];
     for (int row = 0; row < 8; ++row) {
       const std::uint32_t address = lanes[k * 8 + row]->address;
-      memory.shared().check_read(cta.lane(row * 4), offset(address), 16, 16);  // who receives it
+      if (address % 16 != 0)
+        memory.shared().check_read(cta.lane(k * 8 + row), offset(address), 16, 16);
+      // Who receives which two elements, or one of each of two rows.
+      for (int i = 0; i < 8; ++i) {
+        const int receiver = kTransposed ? 4 * i + row / 2 : 4 * row + i / 2;
+        memory.shared().check_read(cta.lane(receiver), offset(address) + 2 * i, 2, 2);
+      }
       std::memcpy(matrix[row], SharedMemory::at(address), sizeof matrix[row]);
     }
     for (int lane = 0; lane < kLanes; ++lane) {

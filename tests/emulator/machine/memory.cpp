@@ -63,22 +63,23 @@ void Memory::check_global(const void* pointer, std::uint64_t bytes, std::uint64_
 void Memory::find_race(Tracked& array, std::uint64_t begin, std::uint64_t end, Access access) {
   for (std::uint64_t at = begin / kGranule; at < (end + kGranule - 1) / kGranule; ++at) {
     Touched& its = array.touched[at];
-    const bool both_add = access == Access::kAdd && its.was_added;
-    const bool is_written = its.writer != 0 && its.writer != cta_ && !both_add;
-    const bool is_read = access != Access::kRead && its.reader != 0 && its.reader != cta_;
+    const auto is_other = [&](std::uint32_t who) { return who != 0 && who != cta_; };
+    const bool is_added = access != Access::kAdd && is_other(its.adder);
+    const bool is_written = is_added || is_other(its.writer);
+    const bool is_read = access != Access::kRead && is_other(its.reader);
     if (is_written || is_read) {
-      const std::uint32_t other = is_written ? its.writer : its.reader;
+      const std::uint32_t other = is_added ? its.adder : is_written ? its.writer : its.reader;
       cta.fail(
           std::string(access == Access::kRead ? "reads" : "writes") + " byte " +
           std::to_string(at * kGranule) + " of " + array.name + ", which " +
           (other == kSeveral ? "several CTAs have" : "CTA " + std::to_string(other - 1) + " has") +
           (is_written ? " written" : " read") + " in this launch: a race");
     }
-    if (access == Access::kRead) {
-      its.reader = its.reader == 0 || its.reader == cta_ ? cta_ : kSeveral;
-    } else {
+    if (access == Access::kWrite) {
       its.writer = cta_;
-      its.was_added = access == Access::kAdd;
+    } else {
+      std::uint32_t& who = access == Access::kRead ? its.reader : its.adder;
+      who = is_other(who) ? kSeveral : cta_;
     }
   }
 }

@@ -34,8 +34,7 @@ class Memory {
  private:
   // Who has touched two bytes of an array in this launch: 1 + the index of a CTA.
   struct Touched {
-    std::uint32_t writer = 0, reader = 0;
-    bool was_added = false;
+    std::uint32_t writer = 0, reader = 0, adder = 0;
   };
   static constexpr std::uint32_t kSeveral = 0xffffffff;
   static constexpr int kGranule = 2;

@@ -2,9 +2,9 @@
 // mma.m16n8k8" and "mma.m16n8k16 with floating point type"; kernels_cu/ptx/mma.cuh says who holds
 // what.
 //
-// The ISA leaves open how float32 sums round. Here a product adds its terms exactly and rounds
-// once, towards zero, as GPUs do that were looked into: Fasi et al. 2021 (numerical behaviour of
-// tensor cores).
+// The ISA leaves open how float32 sums round. Here a product adds its terms in float64 and rounds
+// that once more, towards zero, as GPUs do that were looked into: Fasi et al. 2021 (numerical
+// behaviour of tensor cores).
 #pragma once
 #include "machine/floats.h"
 #include "machine/instructions.h"

@@ -14,8 +14,8 @@ inline f32 log2(f32 x) { return ::log2f(x); }
 inline f32 log(f32 x) { return ::logf(x); }
 inline f64 log(f64 x) { return ::log(x); }
 
-inline f32 max(f32 a, f32 b) { return ::fmaxf(a, b); }
-inline f64 max(f64 a, f64 b) { return ::fmax(a, b); }
+inline f32 max(f32 a, f32 b) { return emulator::maximum(a, b); }
+inline f64 max(f64 a, f64 b) { return emulator::maximum(a, b); }
 
 // Out of line, where no compiler can fuse it.
 [[gnu::noinline]] inline f32 mul(f32 a, f32 b) { return a * b; }
