@@ -1,4 +1,4 @@
-"""cuattn.jit.compile: every kernel builds for every target, without spills, without a GPU."""
+"""cuattn.jit.compile: kernels build for every target, without spills, without a GPU."""
 
 from __future__ import annotations
 

@@ -332,3 +332,28 @@ def test_without_a_compiler_tests_skip_but_in_ci(monkeypatch, ci):
     outcome = pytest.fail.Exception if ci else pytest.skip.Exception
     with pytest.raises(outcome, match=r"needs a C\+\+20 compiler: install g\+\+ 12 or newer"):
         needs.cxx()
+
+
+def test_lanes_wrap_and_of_two_zeros_the_positive_is_the_larger(run):
+    body = """
+      its.out[thread] = ptx::shuffle(f32(thread), thread - 1);
+      its.zeros[0] = ptx::max(0.0f, -0.0f), its.zeros[1] = ptx::max(-0.0f, 0.0f);
+    """
+    out = {"out": np.zeros(32, np.float32), "zeros": np.full(2, -1, np.float32)}
+    got, zeros = run(body, out, name="lanes_and_zeros")
+    np.testing.assert_array_equal(got, np.roll(np.arange(32), 1))
+    assert not np.signbit(zeros).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [
+        ("block", {"threads": 48}),
+        ("block", {"threads": 2048}),
+        ("smem_bytes", {"smem": 4 << 20}),
+        ("grid", {"grid": -1}),
+    ],
+)
+def test_a_grid_that_no_device_has_is_refused(run, name, launch):
+    with pytest.raises(ValueError, match=rf"^{name}: got .*; expected "):
+        run("its.out[0] = 1;", {"out": np.zeros(1, np.float32)}, name="refused", **launch)

@@ -133,6 +133,7 @@ def emulate(
     ValueError
         No device has such a grid.
     """
+    # The limits of machine/cta.h and machine/shared_memory.h, whose arrays have no more places.
     for name, got, is_possible, expected in (
         ("block", block, 0 < block <= 1024 and block % 32 == 0, "whole warps of 32, to 1024"),
         ("smem_bytes", smem_bytes, 0 <= smem_bytes <= 227 * 1024, "0 to 227 KiB"),

@@ -1,7 +1,7 @@
 // Plain accesses of a kernel. Its unit is compiled with -fsanitize=thread, which puts a call before
-// every access of memory that others may see, and with -fsanitize=bounds,alignment, which calls
-// where an index is out of the bounds of an array, such as of registers, or a pointer is none of
-// its type. Instead of the sanitizers' libraries these answer. So `tile.at(row, col) = x` is
+// every access of memory that others may see, and with -fsanitize=bounds-strict,alignment, which
+// calls where an index is out of the bounds of an array, such as of registers, or a pointer is none
+// of its type. Instead of the sanitizers' libraries these answer. So `tile.at(row, col) = x` is
 // checked like st.shared, in sources that know nothing of it.
 #include "machine/cta.h"
 #include "machine/memory.h"
